@@ -1,0 +1,137 @@
+"""Frame layout and header: the one place that computes offsets, sizes and alignment (docs/format.md)."""
+import functools
+import struct
+from dataclasses import dataclass
+
+from ds_zipccl.codec.dtypes import BY_CODE, RAW_CODE, DType
+from ds_zipccl.errors import FrameError
+from ds_zipccl.kernels.geometry import Geometry
+from zipscape.errors import describe
+
+VERSION = 1
+MAGIC = b"ZCCL"
+ALIGN_BYTES = 128
+HEADER_BYTES = 128
+BLOCK_ELEMS = 1024
+TILE_BLOCKS = 32
+GROUP_TILES = 256
+TILE_ELEMS = BLOCK_ELEMS * TILE_BLOCKS
+TILE_HEADER_BYTES = 16
+BLOCK_HEADER_BYTES = 4
+CODE_BYTES = BLOCK_ELEMS * 3 // 8            # one packed 3-bit plane of a block
+STATUS_OFFSET = 20
+OVERFLOW_BIT = 1 << 16
+NEED_MASK = OVERFLOW_BIT - 1
+MODE_ZIPPED, MODE_RAW = 0, 1
+DEFAULT_ESCAPES_PER_BLOCK = 35               # a full BF16 tile has room for 35.5 escapes a block: Gaussians need 21-31
+DEFAULT_SPILL_PER_TILE = 64                  # 0.14 %: a group of 256 tiles can hold 16 blocks of arbitrary exponents
+MAX_ESCAPES_PER_BLOCK = BLOCK_ELEMS
+
+_HEADER = struct.Struct("<4sBBBBQHHIII96x")
+assert _HEADER.size == HEADER_BYTES
+
+
+def align(num_bytes: int) -> int:
+    """Rounds up to the next multiple of 128 bytes."""
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+@dataclass(frozen=True)
+class Header:
+    """A parsed frame header. ``dtype`` is None for raw bytes (dtype code 0)."""
+    dtype: DType | None
+    mode: int
+    window_lo: int
+    numel: int
+    escapes_per_block: int
+    spill_per_tile: int
+    status: int
+
+    @property
+    def overflow(self) -> bool:
+        return bool(self.status & OVERFLOW_BIT)
+
+    @property
+    def need(self) -> int:
+        """Escape capacity per block, in bytes, with which no tile would have spilled."""
+        return self.status & NEED_MASK
+
+
+def pack_header(dtype_code: int, mode: int, numel: int, escapes_per_block: int = 0, spill_per_tile: int = 0,
+                window_lo: int = -1) -> bytes:
+    """The 128 header bytes with status 0."""
+    return _HEADER.pack(MAGIC, VERSION, dtype_code, mode, window_lo + 1, numel, escapes_per_block, spill_per_tile, 0, 0, 0)
+
+
+def parse_header(data: bytes) -> Header:
+    """Reads a frame header.
+
+    Raises FrameError when the bytes are too few, or magic, version, dtype code, mode or a reserved byte is not what version 1 defines.
+    """
+    if len(data) < HEADER_BYTES:
+        raise FrameError(describe("frame is shorter than its header", got=f"{len(data)} bytes", expected=f">= {HEADER_BYTES}"))
+    magic, version, code, mode, window, numel, escapes, spill, status, kind, checksum = _HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise FrameError(describe("not a ZipCCL frame", got=f"magic {magic!r}", expected=repr(MAGIC)))
+    if version != VERSION:
+        raise FrameError(describe("frame of another format version", got=version, expected=VERSION,
+                                  todo="use the same zipscape version on every rank"))
+    if code not in BY_CODE and code != RAW_CODE:
+        raise FrameError(describe("unknown dtype code in a frame", got=code, expected=sorted([RAW_CODE, *BY_CODE])))
+    if mode not in (MODE_ZIPPED, MODE_RAW) or (mode == MODE_ZIPPED and code == RAW_CODE):
+        raise FrameError(describe("unknown mode in a frame", got=f"mode {mode}, dtype code {code}", expected="0 (zipped) or 1 (raw)"))
+    if kind or checksum or any(data[32:HEADER_BYTES]) or status & ~(OVERFLOW_BIT | NEED_MASK):
+        raise FrameError(describe("reserved bytes of a frame header are set", expected="zeros in version 1"))
+    dtype = BY_CODE.get(code)
+    if dtype is not None and window - 1 > dtype.top_lo:
+        raise FrameError(describe("window base of a frame out of range", got=window - 1, expected=f"<= {dtype.top_lo}"))
+    return Header(dtype, mode, window - 1, numel, escapes, spill, status)
+
+
+def _tile_sections(dtype: DType, num_blocks: int, escapes_per_block: int) -> tuple[int, ...]:
+    """(escapes_offset, escapes_capacity, codes_offset, extra_offset, planes_offset, tile_bytes) of a tile of ``num_blocks``."""
+    escapes_offset = TILE_HEADER_BYTES + BLOCK_HEADER_BYTES * num_blocks
+    codes_offset = align(escapes_offset + escapes_per_block * num_blocks)
+    extra_offset = codes_offset + CODE_BYTES * num_blocks
+    planes_offset = extra_offset + CODE_BYTES * num_blocks * dtype.extra_plane
+    tile_bytes = planes_offset + BLOCK_ELEMS * dtype.byte_planes * num_blocks
+    return escapes_offset, codes_offset - escapes_offset, codes_offset, extra_offset, planes_offset, tile_bytes
+
+
+@functools.lru_cache(maxsize=4096)
+def layout(dtype: DType, numel: int, escapes_per_block: int = DEFAULT_ESCAPES_PER_BLOCK,
+           spill_per_tile: int = DEFAULT_SPILL_PER_TILE, window_lo: int = -1) -> Geometry:
+    """The geometry of a zipped frame of ``numel`` elements. Equal arguments give equal frames on every rank.
+
+    ``escapes_per_block`` (0..1024) and ``spill_per_tile`` (0..65535) are bytes; ``window_lo`` -1 takes each block's own mean.
+    Raises ValueError when an argument is out of range.
+    """
+    if numel < 0 or not 0 <= escapes_per_block <= MAX_ESCAPES_PER_BLOCK or not 0 <= spill_per_tile < 1 << 16 \
+            or not -1 <= window_lo <= dtype.top_lo:
+        raise ValueError(describe("frame layout out of range", got=(numel, escapes_per_block, spill_per_tile, window_lo),
+                                  expected="numel >= 0, escapes_per_block 0..1024, spill_per_tile 0..65535, "
+                                           f"window_lo -1..{dtype.top_lo}"))
+    num_blocks = -(-numel // BLOCK_ELEMS)
+    num_tiles = -(-num_blocks // TILE_BLOCKS)
+    num_groups = -(-num_tiles // GROUP_TILES)
+    last_blocks = num_blocks - TILE_BLOCKS * (num_tiles - 1) if num_tiles else 0
+    full = _tile_sections(dtype, TILE_BLOCKS, escapes_per_block)
+    last = _tile_sections(dtype, last_blocks, escapes_per_block) if num_tiles else (0,) * 6
+    pools_offset = HEADER_BYTES + full[5] * max(num_tiles - 1, 0) + last[5]
+    pool_bytes = align(spill_per_tile * GROUP_TILES)
+    last_pool_bytes = align(spill_per_tile * (num_tiles - GROUP_TILES * (num_groups - 1))) if num_tiles else 0
+    frame_bytes = pools_offset + pool_bytes * max(num_groups - 1, 0) + last_pool_bytes
+    return Geometry(
+        dtype_code=dtype.code, itemsize=dtype.itemsize, exponent_bits=dtype.exponent_bits, mantissa_bits=dtype.mantissa_bits,
+        byte_planes=dtype.byte_planes, extra_plane=int(dtype.extra_plane), window_lo=window_lo, numel=numel, num_tiles=num_tiles,
+        num_groups=num_groups, tile_blocks=TILE_BLOCKS, group_tiles=GROUP_TILES, tiles_offset=HEADER_BYTES, tile_bytes=full[5],
+        escapes_offset=full[0], escapes_capacity=full[1], codes_offset=full[2], extra_offset=full[3], planes_offset=full[4],
+        last_blocks=last_blocks, last_escapes_offset=last[0], last_escapes_capacity=last[1], last_codes_offset=last[2],
+        last_extra_offset=last[3], last_planes_offset=last[4], pools_offset=pools_offset, pool_bytes=pool_bytes,
+        last_pool_bytes=last_pool_bytes, spill_per_tile=spill_per_tile, frame_bytes=frame_bytes,
+        header=pack_header(dtype.code, MODE_ZIPPED, numel, escapes_per_block, spill_per_tile, window_lo))
+
+
+def raw_frame_bytes(num_bytes: int) -> int:
+    """Size of a raw-mode frame around ``num_bytes`` of data: the worst case of a stored frame."""
+    return HEADER_BYTES + align(num_bytes)

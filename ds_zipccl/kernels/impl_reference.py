@@ -1,0 +1,281 @@
+"""The reference kernels in plain torch: the law for every other implementation, written to read like docs/format.md.
+
+They run on any device and hold a few temporaries of 4 to 8 bytes an element for one group of tiles at a time.
+"""
+import torch
+
+from ds_zipccl.errors import FrameError
+from ds_zipccl.kernels.geometry import Geometry
+from zipscape.errors import describe
+
+BLOCK = 1024
+ZERO_MODE = 1
+ZERO_CODE = 7
+CANONICAL_NAN_BITS = 0x7FC0
+_INT_VIEW = {2: torch.int16, 4: torch.int32}
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """Bit patterns as non-negative int64."""
+    return x.view(_INT_VIEW[x.element_size()]).to(torch.int64) & ((1 << 8 * x.element_size()) - 1)
+
+
+def _from_bits(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    itemsize = torch.empty((), dtype=dtype).element_size()
+    half = 1 << (8 * itemsize - 1)
+    return ((bits + half) % (2 * half) - half).to(_INT_VIEW[itemsize]).view(dtype)
+
+
+def _scan_order(t: torch.Tensor) -> torch.Tensor:
+    """[..., 1024] in element order -> [..., 32 lanes, 2 halves, 16 pairs]: the order of escapes."""
+    return t.unflatten(-1, (4, 32, 4, 2)).movedim((-3, -1), (-4, -3)).flatten(-2)
+
+
+def _element_order(t: torch.Tensor) -> torch.Tensor:
+    """Inverse of _scan_order."""
+    return t.unflatten(-1, (4, 4)).movedim((-4, -3), (-3, -1)).flatten(-4)
+
+
+def _code_shifts(device) -> tuple[torch.Tensor, torch.Tensor]:
+    """For (half, pair) and word k: the bit where the code sits, as [2, 16, 3], and which of its bits go there (a mask)."""
+    shift = torch.zeros(2, 16, 3, dtype=torch.int64)
+    mask = torch.zeros(2, 16, 3, dtype=torch.int64)
+    for h in range(2):
+        for p in range(15):
+            shift[h, p, p % 3], mask[h, p, p % 3] = 3 * (p // 3) + 16 * h, 7
+        for k in range(3):
+            shift[h, 15, k], mask[h, 15, k] = 15 + 16 * h - k, 1 << k
+    return shift.to(device), mask.to(device)
+
+
+def _pack_codes(codes: torch.Tensor) -> torch.Tensor:
+    """3-bit codes [..., 1024] in element order -> packed bytes [..., 384]."""
+    shift, mask = _code_shifts(codes.device)
+    words = ((_scan_order(codes)[..., None] & mask) << shift).sum((-3, -2))          # [..., lane, word]
+    words = words.movedim(-1, -2).flatten(-2)                                        # word-major
+    return torch.stack([words >> 8 * i & 255 for i in range(4)], -1).to(torch.uint8).flatten(-2)
+
+
+def _unpack_codes(packed: torch.Tensor) -> torch.Tensor:
+    """Inverse of _pack_codes."""
+    shift, mask = _code_shifts(packed.device)
+    octets = packed.to(torch.int64).unflatten(-1, (3, 32, 4))
+    words = sum(octets[..., i] << 8 * i for i in range(4)).movedim(-2, -1)           # [..., lane, word]
+    return _element_order(((words[..., None, None, :] >> shift) & mask).sum(-1))
+
+
+def _window(exponents: torch.Tensor, present: torch.Tensor, g: Geometry) -> tuple[torch.Tensor, torch.Tensor]:
+    """Window base and block mode, [..., 1] each, of blocks [..., 1024] (format.md, section 5)."""
+    top = (1 << g.exponent_bits) - 8
+    nonzero = ((exponents > 0) & present).sum(-1, keepdim=True)
+    total = (exponents * present).sum(-1, keepdim=True)
+    num_present = present.sum(-1, keepdim=True)
+    mode = ((num_present - nonzero) * 1024 > 26 * num_present).to(torch.int64)
+    if g.window_lo >= 0:
+        return (g.window_lo + mode).clamp(max=top), mode
+    tenths = 10 * total - torch.where(mode == ZERO_MODE, 34, 43) * nonzero
+    lo = torch.div(tenths, (10 * nonzero).clamp(min=1), rounding_mode="floor")
+    return torch.where(nonzero > 0, lo, 0).clamp(0, top), mode
+
+
+def _codes(exponents: torch.Tensor, lo: torch.Tensor, mode: torch.Tensor) -> torch.Tensor:
+    distance = exponents - lo
+    width = 7 - mode
+    codes = torch.where((distance >= 1) & (distance <= width), distance, 0)
+    return torch.where((mode == ZERO_MODE) & (exponents == 0), ZERO_CODE, codes)
+
+
+def _tiles(frame: torch.Tensor, g: Geometry, first: int, count: int, last: bool):
+    """Views of the sections of ``count`` equal tiles: tile headers, block headers, slots, codes, extra codes, byte planes."""
+    nb = g.last_blocks if last else g.tile_blocks
+    escapes, codes, extra, planes = (
+        (g.last_escapes_offset, g.last_codes_offset, g.last_extra_offset, g.last_planes_offset) if last else
+        (g.escapes_offset, g.codes_offset, g.extra_offset, g.planes_offset))
+    end = planes + BLOCK * g.byte_planes * nb
+    start = g.tiles_offset + first * g.tile_bytes
+    tiles = frame.narrow(0, start, count * end).view(count, end)
+    return (tiles[:, :16], tiles[:, 16:escapes].unflatten(1, (nb, 4)), tiles[:, escapes:codes],
+            tiles[:, codes:extra].unflatten(1, (nb, 384)),
+            tiles[:, extra:planes].unflatten(1, (nb, 384)) if g.extra_plane else None,
+            tiles[:, planes:].unflatten(1, (nb, g.byte_planes, BLOCK)))
+
+
+def _u32_bytes(values: torch.Tensor) -> torch.Tensor:
+    return torch.stack([values >> 8 * i & 255 for i in range(4)], -1).to(torch.uint8)
+
+
+def _u32(octets: torch.Tensor) -> torch.Tensor:
+    return sum(octets[..., i].to(torch.int64) << 8 * i for i in range(4))
+
+
+def _runs(g: Geometry, group: int):
+    """The group's tiles as (first tile, count, is the frame's last tile): tiles of one run have equal size."""
+    first, end = group * g.group_tiles, min((group + 1) * g.group_tiles, g.num_tiles)
+    if end < g.num_tiles:
+        return [(first, end - first, False)]
+    return [run for run in ((first, end - 1 - first, False), (end - 1, 1, True)) if run[1]]
+
+
+def _pool(frame: torch.Tensor, g: Geometry, group: int) -> torch.Tensor:
+    size = g.last_pool_bytes if group == g.num_groups - 1 else g.pool_bytes
+    return frame.narrow(0, g.pools_offset + group * g.pool_bytes, size)
+
+
+def _encode_run(x: torch.Tensor, frame: torch.Tensor, g: Geometry, run) -> tuple[list[torch.Tensor], int]:
+    """Writes one run of tiles but for spill offsets; returns each tile's escapes and the run's need."""
+    first, count, last = run
+    nb = g.last_blocks if last else g.tile_blocks
+    head, block_head, slots, codes_out, extra_out, planes_out = _tiles(frame, g, first, count, last)
+    start = first * g.tile_blocks * BLOCK
+    data = x[start:start + count * nb * BLOCK]
+    absent = count * nb * BLOCK - data.numel()
+    bits = torch.nn.functional.pad(_bits(data), (0, absent)).view(count, nb, BLOCK)
+    present = (torch.arange(count * nb * BLOCK, device=x.device) < data.numel()).view(count, nb, BLOCK)
+    exponents = bits >> g.mantissa_bits & ((1 << g.exponent_bits) - 1)
+    remainder = bits >> (g.exponent_bits + g.mantissa_bits) << g.mantissa_bits | bits & ((1 << g.mantissa_bits) - 1)
+
+    lo, mode = _window(exponents, present, g)
+    codes = torch.where(present, _codes(exponents, lo, mode), 1)
+    codes_out.copy_(_pack_codes(codes))
+    if extra_out is not None:
+        extra_out.copy_(_pack_codes(remainder >> 8))
+    for plane in range(g.byte_planes):
+        planes_out[:, :, plane] = (remainder >> 8 * plane & 255).to(torch.uint8)
+
+    escaped = _scan_order(codes == 0).flatten(1)                     # [tile, block * lane * half * pair]
+    scanned = _scan_order(exponents).flatten(1)
+    counts = (codes == 0).sum(-1)
+    block_head.copy_(_u32_bytes(lo[..., 0] | mode[..., 0] << 8 | counts << 16))
+    head.zero_()
+    head[:, :4] = _u32_bytes(counts.sum(-1))
+    slots.zero_()
+    escapes = [scanned[t][escaped[t]].to(torch.uint8) for t in range(count)]
+    for t, e in enumerate(escapes):
+        slots[t, :min(e.numel(), slots.shape[1])] = e[:slots.shape[1]]
+    need = int((-(-counts.sum(-1) // nb)).max())
+    return escapes, need
+
+
+def _encode_frame(x: torch.Tensor, frame: torch.Tensor, g: Geometry) -> int:
+    """Encodes one frame; returns its status word."""
+    overflow, need = False, 0
+    for group in range(g.num_groups):
+        pool, used = _pool(frame, g, group), 0
+        pool.zero_()
+        for run in _runs(g, group):
+            escapes, run_need = _encode_run(x, frame, g, run)
+            need = max(need, run_need)
+            head = _tiles(frame, g, *run)[0]
+            capacity = g.last_escapes_capacity if run[2] else g.escapes_capacity
+            for t, e in enumerate(escapes):
+                spill = e[capacity:]
+                if spill.numel():
+                    head[t, 4:8] = _u32_bytes(torch.tensor(used, device=x.device))
+                    if used + spill.numel() <= pool.numel():
+                        pool[used:used + spill.numel()] = spill
+                    else:
+                        overflow = True
+                    used += spill.numel()
+    status = need | overflow << 16
+    header = bytearray(g.header)
+    header[20:24] = status.to_bytes(4, "little")
+    frame[:len(header)] = torch.frombuffer(header, dtype=torch.uint8).to(frame.device)
+    return status
+
+
+def encode(x: torch.Tensor, frames: torch.Tensor, status: torch.Tensor, g: Geometry, skip: int = -1) -> None:
+    """See kernels/ops.py."""
+    worst = 0
+    for i in range(x.shape[0]):
+        if i != skip:
+            word = _encode_frame(x[i], frames[i], g)
+            worst = max(word & 0xFFFF, worst & 0xFFFF) | (word | worst) & 1 << 16
+    status.fill_(worst)
+
+
+def _corrupt(what: str, **detail) -> FrameError:
+    return FrameError(describe(f"corrupt frame: {what}", **detail))
+
+
+def _decode_run(frame: torch.Tensor, pool: torch.Tensor, g: Geometry, run) -> torch.Tensor:
+    """The bit patterns, int64 [elements], of one run of tiles."""
+    first, count, last = run
+    nb = g.last_blocks if last else g.tile_blocks
+    head, block_head, slots, codes_in, extra_in, planes_in = _tiles(frame, g, first, count, last)
+    words = _u32(block_head)
+    lo, mode, counts = (words & 255)[..., None], (words >> 8 & 255)[..., None], words >> 16
+    codes = _unpack_codes(codes_in)
+    totals = _u32(head[:, :4])
+    if not torch.equal(counts, (codes == 0).sum(-1)):
+        raise _corrupt("a block's escape count differs from its codes", where=f"tiles {first}..{first + count - 1}")
+    if not torch.equal(totals, counts.sum(-1)):
+        raise _corrupt("a tile's escape count differs from its blocks'", where=f"tiles {first}..{first + count - 1}")
+    if bool((mode > 1).any()) or bool((lo > (1 << g.exponent_bits) - 8).any()):
+        raise _corrupt("block mode or window base out of range", where=f"tiles {first}..{first + count - 1}")
+
+    exponents = torch.where((mode == ZERO_MODE) & (codes == ZERO_CODE), 0, lo + codes)
+    scanned, escaped = _scan_order(exponents).flatten(1), _scan_order(codes == 0).flatten(1)
+    offsets = _u32(head[:, 4:8])
+    for t in range(count):
+        num, offset = int(totals[t]), int(offsets[t])
+        spill = max(num - slots.shape[1], 0)
+        if spill and offset + spill > pool.numel():
+            raise _corrupt("a tile's spill lies outside its sub-pool", got=offset + spill, expected=f"<= {pool.numel()}",
+                           where=f"tile {first + t}")
+        if num:
+            stored = torch.cat([slots[t, :num], pool[offset:offset + spill]]).to(torch.int64)
+            scanned[t] = scanned[t].masked_scatter(escaped[t], stored)
+    exponents = _element_order(scanned.unflatten(1, (nb, 32, 2, 16)))
+
+    remainder = torch.zeros_like(exponents)
+    for plane in range(g.byte_planes):
+        remainder |= planes_in[:, :, plane].to(torch.int64) << 8 * plane
+    if extra_in is not None:
+        remainder |= _unpack_codes(extra_in) << 8
+    sign, mantissa = remainder >> g.mantissa_bits, remainder & ((1 << g.mantissa_bits) - 1)
+    bits = sign << (g.exponent_bits + g.mantissa_bits) | exponents << g.mantissa_bits | mantissa
+    return bits.flatten()
+
+
+def _decode_frame(frame: torch.Tensor, out: torch.Tensor, g: Geometry) -> None:
+    check_header(bytes(frame[:128].tolist()), g)
+    for group in range(g.num_groups):
+        pool = _pool(frame, g, group)
+        for run in _runs(g, group):
+            bits = _decode_run(frame, pool, g, run)
+            start = run[0] * g.tile_blocks * BLOCK
+            part = out[start:start + bits.numel()]
+            part.copy_(_from_bits(bits[:part.numel()], out.dtype))
+
+
+def check_header(data: bytes, g: Geometry) -> None:
+    """Raises FrameError unless the header is the geometry's own, without overflow."""
+    if data[:20] != g.header[:20] or data[24:] != g.header[24:]:
+        at = next(i for i in range(128) if data[i] != g.header[i] and not 20 <= i < 24)
+        raise _corrupt("its header is not what this call expects", got=f"byte {at} = {data[at]}", expected=g.header[at])
+    if data[22] or data[23]:
+        raise _corrupt("it is marked as overflowed", got=data[20:24].hex(), expected="bit 16 clear")
+
+
+def decode(frames: torch.Tensor, out: torch.Tensor, g: Geometry, skip: int = -1) -> None:
+    """See kernels/ops.py."""
+    for i in range(out.shape[0]):
+        if i != skip:
+            _decode_frame(frames[i], out[i], g)
+
+
+def decode_reduce(frames: torch.Tensor, own: torch.Tensor, own_index: int, out: torch.Tensor, g: Geometry) -> None:
+    """See kernels/ops.py."""
+    total = None
+    part = torch.empty_like(own)
+    for i in range(frames.shape[0]):
+        if i == own_index:
+            part = own
+        else:
+            part = torch.empty_like(own)
+            _decode_frame(frames[i], part, g)
+        total = part.to(torch.float32) if total is None else total.add_(part.to(torch.float32))
+    rounded = total.to(out.dtype)
+    nan_bits = torch.tensor(CANONICAL_NAN_BITS, dtype=torch.int16).view(torch.bfloat16) if out.dtype == torch.bfloat16 \
+        else torch.tensor(float("nan"), dtype=out.dtype)
+    out.copy_(torch.where(total.isnan(), nan_bits.to(out.device), rounded))

@@ -1,0 +1,84 @@
+"""The codec's kernels: declared once, implemented by name.
+
+A *kernel set* is a module (or object) with three functions; ``impl_*.py`` files register theirs. The torch operators
+``torch.ops.zipccl.*`` (with fake functions, so that torch.compile and opcheck know them) dispatch to the set that is named in the
+call: an explicit name never falls back to another.
+
+Shapes, for ``n = geometry.numel`` elements per frame and ``P`` pieces:
+
+``encode(x, frames, status, g, skip=-1)``
+    ``x`` [P, n] float (each row contiguous), ``frames`` [P, stride] uint8 with stride >= g.frame_bytes, ``status`` int32 [1]. Writes
+    ``frames[i, :g.frame_bytes]`` for every i but ``skip``, and to ``status`` the largest need of the frames in bits 0..15 and bit 16 if any
+    of them overflowed (docs/format.md, section 6).
+``decode(frames, out, g, skip=-1)``
+    Writes ``out`` [P, n] from ``frames`` but for row ``skip``. Raises FrameError on a corrupt or overflowed frame.
+``decode_reduce(frames, own, own_index, out, g)``
+    ``out`` [n] = the sum over the P rows in row order, where row ``own_index`` is taken from ``own`` [n] and the others from their frames.
+    fp32 accumulator that starts as row 0's value (so -0 + -0 stays -0), one rounding to nearest even at the end, NaN results are the
+    canonical quiet NaN (BF16 0x7fc0). ``out`` must not overlap ``frames``; it may be ``own``.
+
+On a GPU everything is queued on the current stream and nothing waits for it; on a CPU the functions return when done.
+"""
+from types import SimpleNamespace
+
+import torch
+
+from ds_zipccl.errors import KernelError
+from ds_zipccl.kernels.geometry import Geometry
+from zipscape.errors import describe
+
+FUNCTIONS = ("encode", "decode", "decode_reduce")
+_SETS: dict[str, SimpleNamespace] = {}
+
+
+def register(name: str, functions, device_types: tuple[str, ...]) -> None:
+    """Makes a kernel set available under ``name`` for tensors on the given device types."""
+    _SETS[name] = SimpleNamespace(name=name, device_types=device_types, **{f: getattr(functions, f) for f in FUNCTIONS})
+
+
+def kernel_set(name: str) -> SimpleNamespace:
+    """The set registered under ``name``. Raises KernelError when there is none (loader.py builds and registers them)."""
+    if name not in _SETS:
+        raise KernelError(describe("no such kernel set is loaded", got=name, expected=sorted(_SETS)))
+    return _SETS[name]
+
+
+def _check(name: str, *tensors: torch.Tensor) -> SimpleNamespace:
+    chosen = kernel_set(name)
+    for t in tensors:
+        if t.device.type not in chosen.device_types:
+            raise KernelError(describe(f"kernel set {name!r} does not serve this device", got=str(t.device),
+                                       expected=" or ".join(chosen.device_types)))
+        if t.stride(-1) != 1 and t.numel() > 1:
+            raise KernelError(describe("kernel argument is not contiguous in its last dimension", got=tuple(t.stride())))
+    return chosen
+
+
+def encode(x: torch.Tensor, frames: torch.Tensor, status: torch.Tensor, g: Geometry, skip: int = -1, *, kernels: str) -> None:
+    """Encodes the rows of ``x`` (module docstring) with the named kernel set."""
+    chosen = _check(kernels, x, frames, status)
+    if x.shape != (frames.shape[0], g.numel) or frames.shape[1] < g.frame_bytes:
+        raise KernelError(describe("encode: shapes do not match", got=(tuple(x.shape), tuple(frames.shape)),
+                                   expected=f"[P, {g.numel}] and [P, >= {g.frame_bytes}]"))
+    chosen.encode(x, frames, status, g, skip)
+
+
+def decode(frames: torch.Tensor, out: torch.Tensor, g: Geometry, skip: int = -1, *, kernels: str) -> None:
+    """Decodes the frames into the rows of ``out`` (module docstring) with the named kernel set."""
+    chosen = _check(kernels, frames, out)
+    if out.shape != (frames.shape[0], g.numel) or frames.shape[1] < g.frame_bytes:
+        raise KernelError(describe("decode: shapes do not match", got=(tuple(frames.shape), tuple(out.shape)),
+                                   expected=f"[P, >= {g.frame_bytes}] and [P, {g.numel}]"))
+    chosen.decode(frames, out, g, skip)
+
+
+def decode_reduce(frames: torch.Tensor, own: torch.Tensor, own_index: int, out: torch.Tensor, g: Geometry, *,
+                  kernels: str) -> None:
+    """Sums decoded frames and ``own`` in row order into ``out`` (module docstring) with the named kernel set."""
+    chosen = _check(kernels, frames, own, out)
+    if own.shape != (g.numel,) or out.shape != (g.numel,) or frames.shape[1] < g.frame_bytes \
+            or not 0 <= own_index < frames.shape[0]:
+        raise KernelError(describe("decode_reduce: shapes do not match",
+                                   got=(tuple(frames.shape), tuple(own.shape), own_index, tuple(out.shape)),
+                                   expected=f"[P, >= {g.frame_bytes}], [{g.numel}], 0..P-1, [{g.numel}]"))
+    chosen.decode_reduce(frames, own, own_index, out, g)

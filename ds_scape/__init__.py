@@ -1,0 +1,1 @@
+"""SCAPE: an optimizer that sends a small part of the gradient per step. Not built yet."""

@@ -1,0 +1,118 @@
+"""Switching ZipScape on without touching the user's script.
+
+The entry point "torch.backends" makes `import torch` call autoload(). It must not break or slow that import, so it
+only puts a finder on sys.meta_path; the finder waits for a few modules of DeepSpeed and calls our functions on each
+right after it was executed. DeepSpeed itself imports torch first, so both import orders end here.
+
+Standard library only, nothing heavy at module level. ZIPSCAPE_DISABLE=1 turns everything off.
+"""
+
+import os
+import sys
+
+#: target module -> functions ("module:function"), each called with the freshly executed module, in this order.
+HOOKS = {
+    "deepspeed.runtime.engine": ["ds_zipccl.backend.deepspeed_hooks:install"],
+    "deepspeed.ops.op_builder.all_ops": ["zipscape.op_builder.deepspeed_ops:register"],
+}
+
+#: What went wrong so far, one text with traceback each; `ds_zipccl report` shows it.
+failures = []
+
+_num_logged = 0
+
+
+def disabled() -> bool:
+    """True if the environment turns ZipScape off (ZIPSCAPE_DISABLE set to anything but 0 or nothing)."""
+    return os.environ.get("ZIPSCAPE_DISABLE", "0") not in ("", "0")
+
+
+def autoload() -> None:
+    """Arm the hooks; idempotent, never raises. Targets that are loaded already are handled at once."""
+    try:
+        if disabled() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+            return
+        # The finder goes first: whatever fails after it is still reported when DeepSpeed is used.
+        sys.meta_path.insert(0, _Finder())
+        _handle_loaded()
+    except Exception as error:
+        _note("autoload", error)
+
+
+def _handle_loaded():
+    for target in HOOKS:
+        module = sys.modules.get(target)
+        if module is None:
+            continue
+        if getattr(getattr(module, "__spec__", None), "_initializing", False):
+            failures.append(f"{target} was half imported when zipscape was activated; its hooks did not run")
+        else:
+            _run_hooks(target, module)
+
+
+def _run_hooks(target, module):
+    """Call the target's functions; one that fails is noted and does not keep the others from running."""
+    for name in HOOKS.get(target, ()):
+        try:
+            module_name, _, function = name.partition(":")
+            __import__(module_name)
+            getattr(sys.modules[module_name], function)(module)
+        except Exception as error:
+            _note(f"{name} after the import of {target}", error)
+    _report()
+
+
+def _note(what, error):
+    # Imported here because it is only needed when something failed.
+    import traceback
+    failures.append(f"{what}: " + "".join(traceback.format_exception(type(error), error, error.__traceback__)).strip())
+
+
+def _report():
+    """Log each failure once. Called when DeepSpeed is in use, so that plain torch users see nothing."""
+    global _num_logged
+    if _num_logged == len(failures):
+        return
+    import logging
+    new, _num_logged = failures[_num_logged:], len(failures)
+    for text in new:
+        logging.getLogger("zipscape").warning(
+            "zipscape could not be activated fully; DeepSpeed goes on without that part. %s", text)
+
+
+class _Finder:
+    """Meta path finder: finds nothing itself, only wraps the loader of our targets."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in HOOKS or disabled():
+            return None
+        for finder in list(sys.meta_path):
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader)
+                return spec
+        return None
+
+
+class _Loader:
+    """Stands in for the real loader until the module is executed, then gives the place back and runs the hooks."""
+
+    def __init__(self, loader):
+        self._loader = loader
+
+    def __getattr__(self, name):
+        return getattr(self._loader, name)
+
+    def create_module(self, spec):
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module):
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        try:
+            _run_hooks(module.__name__, module)
+        except Exception as error:  # the import of DeepSpeed must never fail because of us
+            _note(f"hooks of {module.__name__}", error)

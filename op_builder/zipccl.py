@@ -1,0 +1,6 @@
+"""The native libraries of ZipCCL."""
+
+from zipscape.op_builder.base import NativeLibrary
+
+ZIPCCL_CPU = NativeLibrary("zipccl_cpu", ["zipccl/cpu_codec.cpp"])
+ZIPCCL_CUDA = NativeLibrary("zipccl_cuda", ["zipccl/codec.cu"], compiler="nvcc")

@@ -42,7 +42,7 @@ def _nvcc_in_toolkit():
                 None)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def version(command: tuple) -> str:
     """What the compiler says of itself; part of the cache key, so that an upgrade rebuilds. Raises BuildError."""
     return run([*command, "--version"], what=f"{command[0]} --version", timeout_s=60.0)

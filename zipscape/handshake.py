@@ -87,7 +87,7 @@ def _judge(store, world_size: int, name: str, timeout_s) -> None:
     if absent and timeout_s is None:
         return  # some rank counted itself in twice: leave it to the ranks that wait
     present = sorted(set(range(world_size)) - set(absent))
-    records = dict(zip(present, _read(store, [keys[rank] for rank in present])))
+    records = dict(zip(present, _read(store, [keys[rank] for rank in present]), strict=True))
     problem = _problem(records, absent, world_size, name, timeout_s)
     verdict = {"problem": problem, "records": [] if problem else [records[rank] for rank in range(world_size)]}
     store.compare_set(_key(name, "verdict"), "", json.dumps(verdict))

@@ -1,0 +1,128 @@
+// The element types: how one splits into exponent and remainder, and how the decode-and-reduce sum reads and rounds it.
+// A new type is a new struct here and a line in cpu_codec.cpp's dispatch. The loops are plain so that every instruction set's
+// wrapper (cpu_scalar.h, cpu_avx2.h, cpu_avx512.h) gets its own vectorised copy.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "geometry.h"
+
+#define ZIPCCL_INLINE inline __attribute__((always_inline))
+
+namespace zipccl {
+
+template <class T>
+ZIPCCL_INLINE T load(const void* p) {        // any alignment
+    T value;
+    std::memcpy(&value, p, sizeof(T));
+    return value;
+}
+
+template <class T>
+ZIPCCL_INLINE void store(void* p, T value) {
+    std::memcpy(p, &value, sizeof(T));
+}
+
+ZIPCCL_INLINE float as_float(uint32_t bits) { return load<float>(&bits); }
+ZIPCCL_INLINE uint32_t as_bits(float value) { return load<uint32_t>(&value); }
+
+template <class BitsType, int kExponentBitsOf, int kMantissaBitsOf, int kBytePlanesOf, bool kExtraPlaneOf>
+struct FloatLayout {
+    using Bits = BitsType;
+    static constexpr int kExponentBits = kExponentBitsOf;
+    static constexpr int kMantissaBits = kMantissaBitsOf;
+    static constexpr int kBytePlanes = kBytePlanesOf;
+    static constexpr bool kExtraPlane = kExtraPlaneOf;
+    static constexpr int kTopLo = (1 << kExponentBits) - 8;      // largest window base
+    static constexpr uint32_t kMantissaMask = (1u << kMantissaBits) - 1;
+
+    static ZIPCCL_INLINE uint32_t exponent(uint32_t bits) { return bits >> kMantissaBits & ((1u << kExponentBits) - 1); }
+    static ZIPCCL_INLINE uint32_t remainder(uint32_t bits) {
+        return bits >> (kExponentBits + kMantissaBits) << kMantissaBits | (bits & kMantissaMask);
+    }
+    static ZIPCCL_INLINE Bits join(uint32_t exponent, uint32_t remainder) {
+        return static_cast<Bits>(remainder >> kMantissaBits << (kExponentBits + kMantissaBits) | exponent << kMantissaBits |
+                                 (remainder & kMantissaMask));
+    }
+};
+
+struct Bf16 : FloatLayout<uint16_t, 8, 7, 1, false> {
+    static ZIPCCL_INLINE float to_float(uint16_t bits) { return as_float(static_cast<uint32_t>(bits) << 16); }
+    static ZIPCCL_INLINE uint16_t from_float(float value) {
+        uint32_t bits = as_bits(value);
+        uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+        return static_cast<uint16_t>((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
+    }
+};
+
+// FP16 converts in integers and two exact float operations that involve no denormals, so flush-to-zero settings do not matter.
+struct Fp16 : FloatLayout<uint16_t, 5, 10, 1, true> {
+    static ZIPCCL_INLINE float to_float(uint16_t bits) {
+        const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, magnitude = static_cast<uint32_t>(bits & 0x7FFF) << 13;
+        const uint32_t normal = magnitude + (112u << 23), special = magnitude + (224u << 23);
+        const uint32_t denormal = as_bits(as_float(magnitude + (113u << 23)) - as_float(113u << 23));
+        const uint32_t value = magnitude < 1u << 23 ? denormal : magnitude >= 31u << 23 ? special : normal;
+        return as_float(value | sign);
+    }
+    static ZIPCCL_INLINE uint16_t from_float(float value) {
+        const uint32_t sign = as_bits(value) >> 16 & 0x8000, magnitude = as_bits(value) & 0x7FFFFFFF;
+        const uint32_t normal = (magnitude - (112u << 23) + 0xFFF + (magnitude >> 13 & 1)) >> 13;
+        const uint32_t denormal = as_bits(as_float(magnitude) + 0.5f) - as_bits(0.5f);        // one unit of 0.5 is 2^-24
+        const uint32_t finite = magnitude < 113u << 23 ? denormal : normal;
+        const uint32_t rounded = magnitude >= 143u << 23 ? 0x7C00 : finite;
+        return static_cast<uint16_t>(magnitude > 0x7F800000 ? 0x7E00 : rounded | sign);
+    }
+};
+
+struct Fp32 : FloatLayout<uint32_t, 8, 23, 3, false> {
+    static ZIPCCL_INLINE float to_float(uint32_t bits) { return as_float(bits); }
+    static ZIPCCL_INLINE uint32_t from_float(float value) {
+        const uint32_t bits = as_bits(value);
+        return (bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC00000 : bits;
+    }
+};
+
+// One block of elements (any alignment) -> exponents, byte planes (plane after plane) and, where the type has one, the values of
+// the extra 3-bit plane; all in element order, one byte each.
+template <class D>
+ZIPCCL_INLINE void split_block(const uint8_t* x, uint8_t* exponents, uint8_t* planes, uint8_t* extra) {
+    for (int e = 0; e < kBlockElems; ++e) {
+        const uint32_t bits = load<typename D::Bits>(x + e * sizeof(typename D::Bits));
+        const uint32_t remainder = D::remainder(bits);
+        exponents[e] = static_cast<uint8_t>(D::exponent(bits));
+        planes[e] = static_cast<uint8_t>(remainder);
+        if (D::kBytePlanes > 1) planes[e + kBlockElems] = static_cast<uint8_t>(remainder >> 8);
+        if (D::kBytePlanes > 2) planes[e + 2 * kBlockElems] = static_cast<uint8_t>(remainder >> 16);
+        if (D::kExtraPlane) extra[e] = static_cast<uint8_t>(remainder >> 8);
+    }
+}
+
+template <class D>
+ZIPCCL_INLINE void join_block(const uint8_t* exponents, const uint8_t* planes, const uint8_t* extra, uint8_t* x) {
+    for (int e = 0; e < kBlockElems; ++e) {
+        uint32_t remainder = planes[e];
+        if (D::kBytePlanes > 1) remainder |= static_cast<uint32_t>(planes[e + kBlockElems]) << 8;
+        if (D::kBytePlanes > 2) remainder |= static_cast<uint32_t>(planes[e + 2 * kBlockElems]) << 16;
+        if (D::kExtraPlane) remainder |= static_cast<uint32_t>(extra[e]) << 8;
+        store(x + e * sizeof(typename D::Bits), D::join(exponents[e], remainder));
+    }
+}
+
+// sum = x, or sum += x in fp32 (the order of calls is the order of the sum).
+template <class D>
+ZIPCCL_INLINE void accumulate_block(const uint8_t* x, float* sum, bool first) {
+    if (first) {
+        for (int e = 0; e < kBlockElems; ++e) sum[e] = D::to_float(load<typename D::Bits>(x + e * sizeof(typename D::Bits)));
+    } else {
+        for (int e = 0; e < kBlockElems; ++e) sum[e] += D::to_float(load<typename D::Bits>(x + e * sizeof(typename D::Bits)));
+    }
+}
+
+// One rounding to nearest even; every NaN becomes the type's canonical quiet NaN.
+template <class D>
+ZIPCCL_INLINE void round_block(const float* sum, uint8_t* out) {
+    for (int e = 0; e < kBlockElems; ++e) store(out + e * sizeof(typename D::Bits), D::from_float(sum[e]));
+}
+
+}  // namespace zipccl

@@ -1,0 +1,230 @@
+// Frames: rows of tensors to frames and back, in parallel over chunks of tiles.
+#pragma once
+
+#include <mutex>
+
+#include "cpu_threads.h"
+#include "cpu_tile.h"
+
+namespace zipccl {
+
+enum { kChunkTiles = 4 };        // the unit of work of a thread; a chunk lies inside one group
+
+// The arguments of one call. Strides are bytes between rows; row `skip` is left alone.
+struct Rows {
+    const ZipcclGeometry* g;
+    const uint8_t* header;       // kHeaderBytes, status 0
+    int64_t num_rows;
+    int64_t skip;
+    int num_threads;
+
+    int64_t group_chunks() const { return (g->group_tiles + kChunkTiles - 1) / kChunkTiles; }
+    // Chunks of a row; those past the end of a group or of the row are empty.
+    int64_t num_chunks() const { return g->num_groups * group_chunks(); }
+    int64_t chunk_begin(int64_t chunk) const {
+        return chunk / group_chunks() * g->group_tiles + chunk % group_chunks() * kChunkTiles;
+    }
+    int64_t chunk_end(int64_t chunk) const {
+        const int64_t group_end = std::min((chunk / group_chunks() + 1) * g->group_tiles, g->num_tiles);
+        return std::min(chunk_begin(chunk) + kChunkTiles, group_end);
+    }
+    int64_t row_bytes() const { return g->numel * g->itemsize; }
+};
+
+struct Failure {
+    int64_t kind = kSound, row = 0, tile = 0, got = 0;
+    // Rows in order; in a row runs (a group's tiles but for the frame's last tile, which is a run) in order; in a run by kind.
+    int64_t run = 0;
+
+    bool before(const Failure& other) const {
+        if (other.kind == kSound) return true;
+        if (row != other.row) return row < other.row;
+        if (run != other.run) return run < other.run;
+        if (kind != other.kind) return kind < other.kind;
+        return tile < other.tile;
+    }
+};
+
+class FirstFailure {
+  public:
+    void add(FailureKind kind, int64_t row, const Tile& tile, int64_t got) {
+        const std::lock_guard<std::mutex> guard(mutex_);
+        const Failure failure{kind, row, tile.index, got, 2 * tile.group() + tile.last()};
+        if (failure.before(first_)) first_ = failure;
+    }
+    const Failure& get() const { return first_; }
+
+  private:
+    std::mutex mutex_;
+    Failure first_;
+};
+
+// Spilled escapes of a chunk, until the group's earlier spills are known.
+struct ChunkSpill {
+    uint32_t need = 0;
+    uint64_t total = 0;
+    std::vector<uint8_t> bytes;          // at most a sub-pool: what comes after can never be stored
+};
+
+// Second step of encoding: spill offsets are a prefix sum over the group's tiles. Returns whether the sub-pool overflowed.
+inline bool place_spills(const Rows& rows, int64_t group, const ChunkSpill* chunks, uint8_t* frame) {
+    const Tile first{rows.g, group * rows.g->group_tiles};
+    uint8_t* pool = frame + first.pool_offset();
+    const uint64_t capacity = first.pool_bytes();
+    uint64_t used = 0, filled = 0;
+    bool overflow = false;
+    for (int64_t c = group * rows.group_chunks(); c < (group + 1) * rows.group_chunks(); ++c) {
+        if (chunks[c].total == 0) continue;
+        const uint8_t* bytes = chunks[c].bytes.data();
+        for (int64_t t = rows.chunk_begin(c); t < rows.chunk_end(c); ++t) {
+            const Tile tile{rows.g, t};
+            uint8_t* head = frame + tile.offset();
+            const uint32_t count = load<uint32_t>(head), slots = tile.escapes_capacity();
+            if (count <= slots) continue;
+            const uint32_t spill = count - slots;
+            store<uint32_t>(head + 4, static_cast<uint32_t>(used));
+            if (used + spill <= capacity) {
+                std::memcpy(pool + used, bytes, spill);
+                bytes += spill;
+                filled = used + spill;
+            } else {
+                overflow = true;
+            }
+            used += spill;
+        }
+    }
+    std::memset(pool + filled, 0, capacity - filled);
+    return overflow;
+}
+
+template <class D, class Isa>
+uint32_t encode_rows(const Rows& rows, const uint8_t* x, int64_t x_stride, uint8_t* frames, int64_t frame_stride) {
+    const int64_t num_chunks = rows.num_chunks();
+    std::vector<ChunkSpill> spills(static_cast<size_t>(rows.num_rows * num_chunks));
+    parallel_for<EscapeBuffer>(
+        rows.num_rows * num_chunks, rows.num_rows * rows.row_bytes(), rows.num_threads, [&](EscapeBuffer& escapes, int64_t item) {
+            const int64_t row = item / num_chunks, chunk = item % num_chunks;
+            if (row == rows.skip) return;
+            ChunkSpill& spill = spills[static_cast<size_t>(item)];
+            for (int64_t t = rows.chunk_begin(chunk); t < rows.chunk_end(chunk); ++t) {
+                const Tile tile{rows.g, t};
+                const uint32_t count = encode_tile<D, Isa>(tile, x + row * x_stride, frames + row * frame_stride, escapes.bytes.get());
+                const uint32_t nb = static_cast<uint32_t>(tile.num_blocks()), slots = tile.escapes_capacity();
+                spill.need = std::max(spill.need, (count + nb - 1) / nb);
+                if (count <= slots) continue;
+                spill.total += count - slots;
+                if (spill.total <= tile.pool_bytes())
+                    spill.bytes.insert(spill.bytes.end(), escapes.bytes.get() + slots, escapes.bytes.get() + count);
+            }
+        });
+    uint32_t need = 0, overflowed = 0;
+    for (int64_t row = 0; row < rows.num_rows; ++row) {
+        if (row == rows.skip) continue;
+        uint8_t* frame = frames + row * frame_stride;
+        const ChunkSpill* chunks = spills.data() + row * num_chunks;
+        uint32_t row_need = 0, row_overflow = 0;
+        for (int64_t c = 0; c < num_chunks; ++c) row_need = std::max(row_need, chunks[c].need);
+        for (int64_t group = 0; group < rows.g->num_groups; ++group)
+            if (place_spills(rows, group, chunks, frame)) row_overflow = kOverflowBit;
+        std::memcpy(frame, rows.header, kHeaderBytes);
+        store<uint32_t>(frame + kStatusOffset, row_need | row_overflow);
+        need = std::max(need, row_need);
+        overflowed |= row_overflow;
+    }
+    return need | overflowed;
+}
+
+// The first row (but `skip`) whose header is not the expected one or says overflow; num_rows if there is none.
+inline int64_t first_bad_header(const Rows& rows, const uint8_t* frames, int64_t frame_stride) {
+    for (int64_t row = 0; row < rows.num_rows; ++row) {
+        if (row == rows.skip) continue;
+        const uint8_t* frame = frames + row * frame_stride;
+        if (std::memcmp(frame, rows.header, kStatusOffset) != 0 || load<uint32_t>(frame + kStatusOffset) >> 16 != 0 ||
+            std::memcmp(frame + kStatusOffset + 4, rows.header + kStatusOffset + 4, kHeaderBytes - kStatusOffset - 4) != 0)
+            return row;
+    }
+    return rows.num_rows;
+}
+
+template <class D, class Isa>
+Failure decode_rows(const Rows& rows, const uint8_t* frames, int64_t frame_stride, uint8_t* out, int64_t out_stride) {
+    const int64_t num_chunks = rows.num_chunks();
+    const int64_t num_sound = first_bad_header(rows, frames, frame_stride);
+    FirstFailure failure;
+    const auto work = [&](EscapeBuffer& escapes, int64_t item) {
+        const int64_t row = item / num_chunks, chunk = item % num_chunks;
+        if (row == rows.skip) return;
+        for (int64_t t = rows.chunk_begin(chunk); t < rows.chunk_end(chunk); ++t) {
+            const Tile tile{rows.g, t};
+            TileReader<D, Isa> reader;
+            FailureKind kind = reader.open(tile, frames + row * frame_stride, escapes);
+            uint8_t* x = out + row * out_stride + tile.first_elem() * static_cast<int64_t>(sizeof(typename D::Bits));
+            for (int b = 0; b < tile.num_blocks() && kind == kSound; ++b, x += kBlockElems * sizeof(typename D::Bits)) {
+                const int64_t present = tile.block_elems(b);
+                uint8_t padded[kBlockElems * sizeof(typename D::Bits)];
+                kind = reader.read(b, present < kBlockElems ? padded : x);
+                if (present < kBlockElems && kind == kSound) std::memcpy(x, padded, present * sizeof(typename D::Bits));
+            }
+            if (kind != kSound) failure.add(kind, row, tile, static_cast<int64_t>(reader.spill_end()));
+        }
+    };
+    parallel_for<EscapeBuffer>(num_sound * num_chunks, num_sound * rows.row_bytes(), rows.num_threads, work);
+    if (failure.get().kind == kSound && num_sound < rows.num_rows) return Failure{kBadHeader, num_sound};
+    return failure.get();
+}
+
+// `rows.skip` is the row taken from `own`. A block is summed over all rows before the next one, so `out` may be `own`.
+template <class D, class Isa>
+Failure decode_reduce_rows(const Rows& rows, const uint8_t* frames, int64_t frame_stride, const uint8_t* own, uint8_t* out) {
+    const int64_t num_sound = first_bad_header(rows, frames, frame_stride);
+    struct Reader {
+        EscapeBuffer escapes;
+        TileReader<D, Isa> tile;
+    };
+    FirstFailure failure;
+    const auto work = [&](std::vector<Reader>& readers, int64_t chunk) {
+        readers.resize(static_cast<size_t>(num_sound));
+        for (int64_t t = rows.chunk_begin(chunk); t < rows.chunk_end(chunk); ++t) {
+            const Tile tile{rows.g, t};
+            bool sound = num_sound == rows.num_rows;
+            for (int64_t row = 0; row < num_sound; ++row) {
+                if (row == rows.skip) continue;
+                Reader& reader = readers[static_cast<size_t>(row)];
+                const FailureKind kind = reader.tile.open(tile, frames + row * frame_stride, reader.escapes);
+                if (kind == kSound) continue;
+                failure.add(kind, row, tile, static_cast<int64_t>(reader.tile.spill_end()));
+                sound = false;
+            }
+            alignas(64) uint8_t part[kBlockElems * sizeof(typename D::Bits)];
+            alignas(64) float sum[kBlockElems];
+            for (int b = 0; b < tile.num_blocks() && sound; ++b) {
+                const int64_t offset = (tile.first_elem() + b * kBlockElems) * static_cast<int64_t>(sizeof(part) / kBlockElems);
+                const size_t present_bytes = static_cast<size_t>(tile.block_elems(b)) * (sizeof(part) / kBlockElems);
+                for (int64_t row = 0; row < rows.num_rows; ++row) {
+                    const uint8_t* source = part;
+                    if (row != rows.skip) {
+                        const FailureKind kind = readers[static_cast<size_t>(row)].tile.read(b, part);
+                        if (kind != kSound) {
+                            failure.add(kind, row, tile, 0);
+                            sound = false;
+                        }
+                    } else if (present_bytes == sizeof(part)) {
+                        source = own + offset;
+                    } else {
+                        std::memset(part, 0, sizeof(part));
+                        std::memcpy(part, own + offset, present_bytes);
+                    }
+                    Isa::template accumulate<D>(source, sum, row == 0);
+                }
+                if (!sound) break;
+                Isa::template round<D>(sum, present_bytes == sizeof(part) ? out + offset : part);
+                if (present_bytes < sizeof(part)) std::memcpy(out + offset, part, present_bytes);
+            }
+        }
+    };
+    parallel_for<std::vector<Reader>>(rows.num_chunks(), rows.num_rows * rows.row_bytes(), rows.num_threads, work);
+    if (failure.get().kind == kSound && num_sound < rows.num_rows) return Failure{kBadHeader, num_sound};
+    return failure.get();
+}
+
+}  // namespace zipccl

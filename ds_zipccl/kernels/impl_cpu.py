@@ -1,0 +1,71 @@
+"""The CPU kernels: C++ (csrc/zipccl/cpu_codec.cpp) behind a plain C interface, called through ctypes, which lets go of the GIL.
+
+A call uses up to ``torch.get_num_threads()`` threads of its own; they end with the call.
+"""
+import ctypes
+
+import torch
+
+from ds_zipccl.errors import KernelError
+from ds_zipccl.kernels.frame_errors import frame_error
+from ds_zipccl.kernels.geometry import Geometry
+from zipscape.errors import describe
+
+_I32, _I64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+_SIGNATURES = {
+    "zipccl_cpu_encode": (_PTR, ctypes.c_char_p, _PTR, _I64, _PTR, _I64, _I64, _I64, _PTR, _I32),
+    "zipccl_cpu_decode": (_PTR, ctypes.c_char_p, _PTR, _I64, _PTR, _I64, _I64, _I64, _PTR, _I32),
+    "zipccl_cpu_decode_reduce": (_PTR, ctypes.c_char_p, _PTR, _I64, _PTR, _I64, _PTR, _I64, _PTR, _I32),
+}
+_GEOMETRY_INTS = len(Geometry._fields) - 1
+
+
+class CpuKernels:
+    """The three functions of kernels/ops.py on host tensors, from a loaded library."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self._functions = {}
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, _I64
+            self._functions[name] = function
+
+    def encode(self, x: torch.Tensor, frames: torch.Tensor, status: torch.Tensor, g: Geometry, skip: int = -1) -> None:
+        """See kernels/ops.py."""
+        self._call("zipccl_cpu_encode", g, x.data_ptr(), x.stride(0) * g.itemsize, frames.data_ptr(), frames.stride(0),
+                   x.shape[0], skip, status.data_ptr())
+
+    def decode(self, frames: torch.Tensor, out: torch.Tensor, g: Geometry, skip: int = -1) -> None:
+        """See kernels/ops.py. After a FrameError the contents of ``out`` are unspecified."""
+        failure = (_I64 * 3)()
+        kind = self._call("zipccl_cpu_decode", g, frames.data_ptr(), frames.stride(0), out.data_ptr(), out.stride(0) * g.itemsize,
+                          out.shape[0], skip, failure)
+        self._raise_if(kind, failure, frames, g)
+
+    def decode_reduce(self, frames: torch.Tensor, own: torch.Tensor, own_index: int, out: torch.Tensor, g: Geometry) -> None:
+        """See kernels/ops.py. After a FrameError the contents of ``out`` are unspecified."""
+        failure = (_I64 * 3)()
+        kind = self._call("zipccl_cpu_decode_reduce", g, frames.data_ptr(), frames.stride(0), own.data_ptr(), own_index,
+                          out.data_ptr(), frames.shape[0], failure)
+        self._raise_if(kind, failure, frames, g)
+
+    def _call(self, name: str, g: Geometry, *arguments) -> int:
+        ints = (_I64 * _GEOMETRY_INTS)(*g.ints)
+        result = self._functions[name](ints, g.header, *arguments, torch.get_num_threads())
+        if result == -1:
+            raise MemoryError(describe(f"{name} could not allocate its working memory"))
+        if result < 0:
+            raise KernelError(describe(f"{name} does not know this frame layout", got=g.ints))
+        return result
+
+    @staticmethod
+    def _raise_if(kind: int, failure, frames: torch.Tensor, g: Geometry) -> None:
+        if kind:
+            row, tile, spill_end = failure
+            raise frame_error(kind, bytes(frames[row, :len(g.header)].tolist()), tile, spill_end, g)
+
+
+def load() -> CpuKernels:
+    """The kernels, built at first use. Raises BuildError when there is no compiler or it fails."""
+    from zipscape.op_builder.zipccl import ZIPCCL_CPU
+    return CpuKernels(ZIPCCL_CPU.load())

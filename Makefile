@@ -7,6 +7,8 @@ PY := $(VENV)/bin/python
 OUTER_PATH := $(PATH)
 PATH := $(VENV)/bin:$(PATH)
 export PATH
+# Of this environment alone: extensions built for another torch would be loaded without a question.
+export TORCH_EXTENSIONS_DIR := $(VENV)/torch_extensions
 unexport PYTHONHOME
 
 PYTEST := $(PY) -m pytest --ignore=tests/mpi

@@ -15,14 +15,17 @@ _ADVICE = {
     "nvcc": "install the CUDA toolkit, put its nvcc on PATH, or name its folder in the variable CUDA_HOME",
 }
 _CANDIDATES = {"c++": ("c++", "g++", "clang++"), "nvcc": ("nvcc",)}
-_VARIABLE = {"c++": "CXX", "nvcc": "NVCC"}
+_VARIABLES = {"c++": ("ZIPSCAPE_CXX", "CXX"), "nvcc": ("ZIPSCAPE_NVCC", "NVCC")}
 
 
 def find(kind: str) -> list:
-    """Command of the compiler as a list of words. kind: "c++" or "nvcc". Raises BuildError if there is none."""
-    variable = _VARIABLE[kind]
-    named = shlex.split(os.environ.get(variable, ""))
-    if named:
+    """Command of the compiler as a list of words. kind: "c++" or "nvcc". Raises BuildError if there is none.
+
+    ZIPSCAPE_CXX and ZIPSCAPE_NVCC name one for our libraries alone, CXX and NVCC for everybody's.
+    """
+    variable = next((name for name in _VARIABLES[kind] if os.environ.get(name, "").strip()), None)
+    if variable:
+        named = shlex.split(os.environ[variable])
         if shutil.which(named[0]):
             return named
         raise BuildError(describe(

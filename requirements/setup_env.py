@@ -14,10 +14,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch_extensions
+
 ROOT = Path(__file__).resolve().parent.parent
 TORCH_RANGE = ((2, 11), (2, 14))  # from the first up to, not including, the second; as in pyproject.toml
 TORCH_PIN = "2.13.0"
 STAMP = "zipscape-environment.stamp"
+EXTENSIONS = "torch_extensions"  # the Makefile exports this folder as TORCH_EXTENSIONS_DIR
 
 #: Asked of an interpreter without importing torch, which takes seconds.
 _TORCH_VERSION = ("from importlib.metadata import version, PackageNotFoundError\n"
@@ -31,27 +34,26 @@ def main() -> int:
         _stop(f"Python 3.10 or newer is needed, not {platform.python_version()}: make PYTHON=python3.11 ...")
     active = os.environ.get("VIRTUAL_ENV")
     venv = Path(active) if active else ROOT / ".venv"
-    stamp, wanted = venv / STAMP, _fingerprint()
-    if stamp.is_file() and stamp.read_text() == wanted and _python(venv).exists():
-        return 0
     with _Lock(ROOT / ".venv.lock"):
-        if stamp.is_file() and stamp.read_text() == wanted:  # another make did it while we waited
-            return 0
-        if not active:
-            _make_venv(venv)
-        elif not _python(venv).exists():
-            _stop(f"VIRTUAL_ENV names {venv}, which has no bin/python. Unset it, or make that environment again.")
-        stamp.unlink(missing_ok=True)
-        _install(venv)
-        stamp.write_text(wanted)
-    _say("environment ready")
+        stamp, wanted = venv / STAMP, _fingerprint()
+        if not (stamp.is_file() and stamp.read_text() == wanted and _python(venv).exists()):
+            if not active:
+                _make_venv(venv)
+            elif not _python(venv).exists():
+                _stop(f"VIRTUAL_ENV names {venv}, which has no bin/python. Unset it, or make that environment again.")
+            stamp.unlink(missing_ok=True)
+            _install(venv)
+            shutil.rmtree(venv / EXTENSIONS, ignore_errors=True)  # they belong to the torch that was there before
+            stamp.write_text(wanted)
+        torch_extensions.prepare(_python(venv), venv / EXTENSIONS, _say)
     return 0
 
 
 def _fingerprint() -> str:
     """Everything that decides what is installed: pins, metadata, this script, the place of the checkout."""
     digest = hashlib.sha256(f"{ROOT}\0{sys.version}\0".encode())
-    for path in sorted([*ROOT.glob("requirements/*.*"), ROOT / "pyproject.toml", ROOT / "setup.py"]):
+    pins = sorted(ROOT.glob("requirements/*.txt"))
+    for path in (*pins, Path(__file__).resolve(), ROOT / "pyproject.toml", ROOT / "setup.py"):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest() + "\n"
 

@@ -163,10 +163,14 @@ def main():
     on_gpu = os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" and torch.cuda.device_count() >= args.ranks
     section = write_configs(args.out, args.ranks)
     console.print(f"Three runs of {args.steps} steps on {args.ranks} ranks "
-                  f"({'NCCL' if on_gpu else 'gloo on the CPU'}), logs in {args.out}/*/log.txt")
+                  f"({'NCCL' if on_gpu else 'gloo on the CPU'}), logs in {args.out}/*/log.txt", soft_wrap=True)
     if not on_gpu:
-        console.print("The very first run on a machine takes minutes longer: DeepSpeed compiles an op of its own.")
-    seconds = run_all(args, environment(on_gpu), console)
+        console.print("The very first run on a machine takes minutes longer: DeepSpeed compiles an op of its own.",
+                      soft_wrap=True)
+    try:
+        seconds = run_all(args, environment(on_gpu), console)
+    except KeyboardInterrupt:
+        sys.exit("demo: stopped")
     setting = {"ranks": args.ranks, "steps": args.steps, "transport": "nccl" if on_gpu else "gloo", "zipccl": section,
                "base_config": json.loads(BASE_CONFIG.read_text()), "data": args.data, "run_seconds": seconds,
                "command": " ".join(["python", *map(os.path.relpath, sys.argv[:1]), *sys.argv[1:]])}
@@ -175,7 +179,8 @@ def main():
     except demo_report.DemoError as error:
         sys.exit(f"demo: {error}")
     demo_report.print_tables(report, console)
-    console.print(f"Report: {args.out / 'report.md'}, {args.out / 'report.json'}, {args.out / 'report.png'}")
+    console.print(f"Report: {args.out / 'report.md'}, {args.out / 'report.json'}, {args.out / 'report.png'}",
+                  soft_wrap=True)
     sys.exit(0 if report["ok"] else 1)
 
 

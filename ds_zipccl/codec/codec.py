@@ -1,8 +1,8 @@
 """Tensors to frames and back: the codec's interface for everything above it.
 
-Two levels. ``Codec`` works on rows of equal size with a layout both sides know (the collectives' hot path: no allocation of its own,
-nothing waits for the device). ``compress``/``decompress`` make self-describing frames of any tensor (files, benchmarks) and choose
-capacity and raw mode by themselves; they read the status on the host.
+Two levels. ``Codec`` works on rows of equal size with a layout both sides know (the collectives' hot path: no
+allocation of its own, nothing waits for the device). ``compress``/``decompress`` make self-describing frames of any
+tensor (files, benchmarks) and choose capacity and raw mode by themselves; they read the status on the host.
 """
 from dataclasses import dataclass
 
@@ -25,7 +25,8 @@ class Codec:
     @classmethod
     def of(cls, dtype: torch.dtype, numel: int, device_type: str, *, escapes_per_block: int = fmt.DEFAULT_ESCAPES_PER_BLOCK,
            spill_per_tile: int = fmt.DEFAULT_SPILL_PER_TILE, window_lo: int = -1, kernels: str = "best") -> "Codec":
-        """The codec for rows of ``numel`` elements. Raises KeyError for a dtype outside the table, KernelError for unusable kernels."""
+        """The codec for rows of ``numel`` elements. Raises KeyError for a dtype outside the table, KernelError for
+        unusable kernels."""
         geometry = fmt.layout(BY_TORCH[dtype], numel, escapes_per_block, spill_per_tile, window_lo)
         return cls(geometry, loader.resolve(kernels, device_type))
 
@@ -59,9 +60,9 @@ def compress(x: torch.Tensor, *, kernels: str = "best", escapes_per_block: int =
              spill_per_tile: int = fmt.DEFAULT_SPILL_PER_TILE, window_lo: int = -1) -> torch.Tensor:
     """A self-describing frame, uint8 [bytes], of a contiguous tensor of any dtype, on its device.
 
-    Starts with the given capacity, repeats once with the capacity the data needs, and stores raw (mode 1) what that does not make smaller
-    than raw or whose dtype the codec does not know. The result is never longer than ``format.raw_frame_bytes(x.nbytes)``. Shape and, for
-    dtypes outside the table, dtype are the caller's to remember.
+    Starts with the given capacity, repeats once with the capacity the data needs, and stores raw (mode 1) what that
+    does not make smaller than raw or whose dtype the codec does not know. The result is never longer than
+    ``format.raw_frame_bytes(x.nbytes)``. Shape and, for dtypes outside the table, dtype are the caller's to remember.
     """
     flat = x.detach().contiguous().reshape(-1)
     raw_bytes = fmt.raw_frame_bytes(flat.numel() * flat.element_size())
@@ -94,7 +95,8 @@ def _raw_frame(flat: torch.Tensor, frame_bytes: int) -> torch.Tensor:
 def decompress(frame: torch.Tensor, out: torch.Tensor, *, kernels: str = "best") -> torch.Tensor:
     """Fills the contiguous tensor ``out`` from a frame made by ``compress`` and returns it.
 
-    Raises FrameError when the frame is corrupt, truncated, of another version, or of another dtype or element count than ``out``.
+    Raises FrameError when the frame is corrupt, truncated, of another version, or of another dtype or element count
+    than ``out``.
     """
     if frame.dtype != torch.uint8 or frame.dim() != 1 or not frame.is_contiguous():
         raise FrameError(describe("a frame is a contiguous 1-D uint8 tensor", got=f"{frame.dtype} {tuple(frame.shape)}"))

@@ -8,8 +8,8 @@ import torch
 class DType:
     """How one float type is split into exponent and remainder (docs/format.md, section 1).
 
-    ``code`` is the value in the frame header; ``byte_planes`` whole-byte remainder planes; ``extra_plane`` tells whether three
-    more remainder bits are packed like codes (FP16: 1 + 10 = 8 + 3 bits).
+    ``code`` is the value in the frame header; ``byte_planes`` whole-byte remainder planes; ``extra_plane`` tells
+    whether three more remainder bits are packed like codes (FP16: 1 + 10 = 8 + 3 bits).
     """
     torch_dtype: torch.dtype
     code: int

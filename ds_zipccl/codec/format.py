@@ -66,7 +66,8 @@ def pack_header(dtype_code: int, mode: int, numel: int, escapes_per_block: int =
 def parse_header(data: bytes) -> Header:
     """Reads a frame header.
 
-    Raises FrameError when the bytes are too few, or magic, version, dtype code, mode or a reserved byte is not what version 1 defines.
+    Raises FrameError when the bytes are too few, or magic, version, dtype code, mode or a reserved byte is not what
+    version 1 defines.
     """
     if len(data) < HEADER_BYTES:
         raise FrameError(describe("frame is shorter than its header", got=f"{len(data)} bytes", expected=f">= {HEADER_BYTES}"))
@@ -89,7 +90,8 @@ def parse_header(data: bytes) -> Header:
 
 
 def _tile_sections(dtype: DType, num_blocks: int, escapes_per_block: int) -> tuple[int, ...]:
-    """(escapes_offset, escapes_capacity, codes_offset, extra_offset, planes_offset, tile_bytes) of a tile of ``num_blocks``."""
+    """(escapes_offset, escapes_capacity, codes_offset, extra_offset, planes_offset, tile_bytes) of a tile of
+    ``num_blocks``."""
     escapes_offset = TILE_HEADER_BYTES + BLOCK_HEADER_BYTES * num_blocks
     codes_offset = align(escapes_offset + escapes_per_block * num_blocks)
     extra_offset = codes_offset + CODE_BYTES * num_blocks
@@ -103,8 +105,8 @@ def layout(dtype: DType, numel: int, escapes_per_block: int = DEFAULT_ESCAPES_PE
            spill_per_tile: int = DEFAULT_SPILL_PER_TILE, window_lo: int = -1) -> Geometry:
     """The geometry of a zipped frame of ``numel`` elements. Equal arguments give equal frames on every rank.
 
-    ``escapes_per_block`` (0..1024) and ``spill_per_tile`` (0..65535) are bytes; ``window_lo`` -1 takes each block's own mean.
-    Raises ValueError when an argument is out of range.
+    ``escapes_per_block`` (0..1024) and ``spill_per_tile`` (0..65535) are bytes; ``window_lo`` -1 takes each block's own
+    mean. Raises ValueError when an argument is out of range.
     """
     if numel < 0 or not 0 <= escapes_per_block <= MAX_ESCAPES_PER_BLOCK or not 0 <= spill_per_tile < 1 << 16 \
             or not -1 <= window_lo <= dtype.top_lo:

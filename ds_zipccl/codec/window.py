@@ -8,7 +8,8 @@ MEAN_OFFSET = 4.3                                                               
 
 
 def lo_for_sigma(sigma: float, dtype: DType) -> int:
-    """Window base ``lo`` (window = exponents lo+1..lo+7) for zero-mean Gaussian data of standard deviation ``sigma`` > 0.
+    """Window base ``lo`` (window = exponents lo+1..lo+7) for zero-mean Gaussian data of standard deviation ``sigma`` >
+    0.
 
     Source: ZipCCL, exponent coding; the closed form and its derivation are in docs/format.md, section 5.
     Raises ValueError when sigma is not a positive finite number.

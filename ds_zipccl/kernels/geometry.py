@@ -1,12 +1,14 @@
-"""The numbers a kernel needs to find its way in a frame. Filled by codec/format.py, the only place that computes them."""
+"""The numbers a kernel needs to find its way in a frame. Filled by codec/format.py, the only place that computes
+them."""
 from typing import NamedTuple
 
 
 class Geometry(NamedTuple):
     """Sizes and offsets of one frame, in bytes unless said otherwise (docs/format.md).
 
-    The C and CUDA sources receive the integer fields in this order as int64 (``csrc/zipccl/geometry.h`` mirrors it, a test compares
-    both) and ``header`` as 128 bytes. ``last_*`` describe the last tile, which may have fewer blocks than the others.
+    The C and CUDA sources receive the integer fields in this order as int64 (``csrc/zipccl/geometry.h`` mirrors it, a
+    test compares both) and ``header`` as 128 bytes. ``last_*`` describe the last tile, which may have fewer blocks than
+    the others.
     """
     dtype_code: int
     itemsize: int

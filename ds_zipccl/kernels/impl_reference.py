@@ -6,12 +6,12 @@ import torch
 
 from ds_zipccl.errors import FrameError
 from ds_zipccl.kernels.geometry import Geometry
+from ds_zipccl.kernels.rank_order import sum_in_order
 from zipscape.errors import describe
 
 BLOCK = 1024
 ZERO_MODE = 1
 ZERO_CODE = 7
-CANONICAL_NAN_BITS = 0x7FC0
 _INT_VIEW = {2: torch.int16, 4: torch.int32}
 
 
@@ -37,7 +37,8 @@ def _element_order(t: torch.Tensor) -> torch.Tensor:
 
 
 def _code_shifts(device) -> tuple[torch.Tensor, torch.Tensor]:
-    """For (half, pair) and word k: the bit where the code sits, as [2, 16, 3], and which of its bits go there (a mask)."""
+    """For (half, pair) and word k: the bit where the code sits, as [2, 16, 3], and which of its bits go there (a
+    mask)."""
     shift = torch.zeros(2, 16, 3, dtype=torch.int64)
     mask = torch.zeros(2, 16, 3, dtype=torch.int64)
     for h in range(2):
@@ -86,7 +87,8 @@ def _codes(exponents: torch.Tensor, lo: torch.Tensor, mode: torch.Tensor) -> tor
 
 
 def _tiles(frame: torch.Tensor, g: Geometry, first: int, count: int, last: bool):
-    """Views of the sections of ``count`` equal tiles: tile headers, block headers, slots, codes, extra codes, byte planes."""
+    """Views of the sections of ``count`` equal tiles: tile headers, block headers, slots, codes, extra codes, byte
+    planes."""
     nb = g.last_blocks if last else g.tile_blocks
     escapes, codes, extra, planes = (
         (g.last_escapes_offset, g.last_codes_offset, g.last_extra_offset, g.last_planes_offset) if last else
@@ -264,18 +266,15 @@ def decode(frames: torch.Tensor, out: torch.Tensor, g: Geometry, skip: int = -1)
             _decode_frame(frames[i], out[i], g)
 
 
-def decode_reduce(frames: torch.Tensor, own: torch.Tensor, own_index: int, out: torch.Tensor, g: Geometry) -> None:
-    """See kernels/ops.py."""
-    total = None
-    part = torch.empty_like(own)
+def _rows_in_order(frames: torch.Tensor, own: torch.Tensor, own_index: int, g: Geometry):
     for i in range(frames.shape[0]):
-        if i == own_index:
-            part = own
-        else:
+        part = own
+        if i != own_index:
             part = torch.empty_like(own)
             _decode_frame(frames[i], part, g)
-        total = part.to(torch.float32) if total is None else total.add_(part.to(torch.float32))
-    rounded = total.to(out.dtype)
-    nan_bits = torch.tensor(CANONICAL_NAN_BITS, dtype=torch.int16).view(torch.bfloat16) if out.dtype == torch.bfloat16 \
-        else torch.tensor(float("nan"), dtype=out.dtype)
-    out.copy_(torch.where(total.isnan(), nan_bits.to(out.device), rounded))
+        yield part
+
+
+def decode_reduce(frames: torch.Tensor, own: torch.Tensor, own_index: int, out: torch.Tensor, g: Geometry) -> None:
+    """See kernels/ops.py."""
+    sum_in_order(_rows_in_order(frames, own, own_index, g), out)

@@ -1,21 +1,22 @@
 """The codec's kernels: declared once, implemented by name.
 
 A *kernel set* is a module (or object) with three functions; ``impl_*.py`` files register theirs. The torch operators
-``torch.ops.zipccl.*`` (with fake functions, so that torch.compile and opcheck know them) dispatch to the set that is named in the
-call: an explicit name never falls back to another.
+``torch.ops.zipccl.*`` (with fake functions, so that torch.compile and opcheck know them) dispatch to the set that is
+named in the call: an explicit name never falls back to another.
 
 Shapes, for ``n = geometry.numel`` elements per frame and ``P`` pieces:
 
 ``encode(x, frames, status, g, skip=-1)``
-    ``x`` [P, n] float (each row contiguous), ``frames`` [P, stride] uint8 with stride >= g.frame_bytes, ``status`` int32 [1]. Writes
-    ``frames[i, :g.frame_bytes]`` for every i but ``skip``, and to ``status`` the largest need of the frames in bits 0..15 and bit 16 if any
-    of them overflowed (docs/format.md, section 6).
+    ``x`` [P, n] float (each row contiguous), ``frames`` [P, stride] uint8 with stride >= g.frame_bytes, ``status``
+    int32 [1]. Writes ``frames[i, :g.frame_bytes]`` for every i but ``skip``, and to ``status`` the largest need of the
+    frames in bits 0..15 and bit 16 if any of them overflowed (docs/format.md, section 6).
 ``decode(frames, out, g, skip=-1)``
     Writes ``out`` [P, n] from ``frames`` but for row ``skip``. Raises FrameError on a corrupt or overflowed frame.
 ``decode_reduce(frames, own, own_index, out, g)``
-    ``out`` [n] = the sum over the P rows in row order, where row ``own_index`` is taken from ``own`` [n] and the others from their frames.
-    fp32 accumulator that starts as row 0's value (so -0 + -0 stays -0), one rounding to nearest even at the end, NaN results are the
-    canonical quiet NaN (BF16 0x7fc0). ``out`` must not overlap ``frames``; it may be ``own``.
+    ``out`` [n] = the sum over the P rows in row order, where row ``own_index`` is taken from ``own`` [n] and the others
+    from their frames. fp32 accumulator that starts as row 0's value (so -0 + -0 stays -0), one rounding to nearest even
+    at the end, NaN results are the canonical quiet NaN (BF16 0x7fc0). ``out`` must not overlap ``frames``; it may be
+    ``own``.
 
 On a GPU everything is queued on the current stream and nothing waits for it; on a CPU the functions return when done.
 """
@@ -37,7 +38,8 @@ def register(name: str, functions, device_types: tuple[str, ...]) -> None:
 
 
 def kernel_set(name: str) -> SimpleNamespace:
-    """The set registered under ``name``. Raises KernelError when there is none (loader.py builds and registers them)."""
+    """The set registered under ``name``. Raises KernelError when there is none (loader.py builds and registers
+    them)."""
     if name not in _SETS:
         raise KernelError(describe("no such kernel set is loaded", got=name, expected=sorted(_SETS)))
     return _SETS[name]

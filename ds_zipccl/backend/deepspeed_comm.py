@@ -1,0 +1,109 @@
+"""Front (a): DeepSpeed's communication object becomes ours, in place, at any time after init_distributed.
+
+``deepspeed.comm.comm.cdb`` keeps its groups (NCCL or gloo), its handles and its name; only its class changes, to a
+subclass of what it was. Source of the seam: deepspeed/comm/comm.py (module global ``cdb``), deepspeed/comm/torch.py
+(TorchBackend), 0.19.8.
+"""
+import functools
+
+import torch.distributed as dist
+from deepspeed.comm import comm as deepspeed_comm
+from deepspeed.comm.torch import disable_compiler_collective
+
+from ds_zipccl.backend.policy import reason_for_native
+from ds_zipccl.collectives.registry import Call, specs
+from ds_zipccl.collectives.runtime import Runtime
+
+
+def _resolve(group) -> dist.ProcessGroup | None:
+    """The process group that is meant, or None for "this rank is not in the group" and foreign group objects."""
+    group = dist.group.WORLD if group is None else group
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+class ZippedCollectives:
+    """Mixin over a TorchBackend class. ``zipccl`` is the Runtime, set when the class is swapped in.
+
+    Every override keeps the base method's ``disable_compiler_collective``, arguments and return value: an async call
+    returns a handle with ``wait()``, a sync one None. Calls that are not zipped go to the base method, counted with the
+    reason.
+    """
+
+    zipccl: Runtime
+
+    def _zipccl_run(self, op: str, output, data, group, async_op: bool, native, reduce_op=None):
+        pg = _resolve(group)
+        if pg is None:
+            return native()
+        call, spec = Call(op, output.detach(), data.detach(), pg, reduce_op), self._zipccl_specs[op]
+        reason = reason_for_native(self.zipccl.config, op, world_size=pg.size(), output=call.output, data=call.input,
+                                   whole_numel=spec.whole_numel(call), shapes_match=spec.shapes_match(call), reduce_op=reduce_op)
+        work = self.zipccl.run(call, reason)
+        if work is None:
+            return native()
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _zipccl_count(self, op: str, num_bytes: int, group) -> None:
+        """Counts a collective that has no zipped form; ``num_bytes``: what one rank sends in a world of two, at
+        most."""
+        pg = _resolve(group)
+        if pg is not None:
+            self.zipccl.native(op, "not_zipped" if pg.size() > 1 else "world_size_1", num_bytes if pg.size() > 1 else 0)
+
+    @disable_compiler_collective
+    def all_gather_into_tensor(self, output_tensor, input_tensor, group=None, async_op=False):
+        native = functools.partial(super().all_gather_into_tensor, output_tensor, input_tensor, group=group, async_op=async_op)
+        return self._zipccl_run("all_gather_into_tensor", output_tensor, input_tensor, group, async_op, native)
+
+    @disable_compiler_collective
+    def reduce_scatter_tensor(self, output_tensor, input_tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        native = functools.partial(super().reduce_scatter_tensor, output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return self._zipccl_run("reduce_scatter_tensor", output_tensor, input_tensor, group, async_op, native, self._reduce_op(op))
+
+    @disable_compiler_collective
+    def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        pg = _resolve(group)
+        world = pg.size() if pg is not None else 1
+        self._zipccl_count("all_reduce", 2 * tensor.nbytes * (world - 1) // world, group)
+        return super().all_reduce(tensor, op=op, group=group, async_op=async_op)
+
+    @disable_compiler_collective
+    def broadcast(self, tensor, src, group=None, async_op=False):
+        self._zipccl_count("broadcast", tensor.nbytes if dist.get_rank() == src else 0, group)
+        return super().broadcast(tensor, src, group=group, async_op=async_op)
+
+    def destroy_process_group(self, group=None):
+        """Completes what is in flight on the groups that go away, then destroys as before."""
+        self.zipccl.close(None if group is None or group is dist.group.WORLD else group)
+        return super().destroy_process_group(group=group)
+
+
+@functools.cache
+def _zipped_class(base: type) -> type:
+    return type(f"Zip{base.__name__}", (ZippedCollectives, base), {})
+
+
+def live_runtime() -> Runtime | None:
+    """The Runtime of the process's communication object, or None where it is not ours."""
+    return getattr(deepspeed_comm.cdb, "zipccl", None) if isinstance(deepspeed_comm.cdb, ZippedCollectives) else None
+
+
+def install(runtime: Runtime) -> None:
+    """Swaps the class of DeepSpeed's live communication object. Needs init_distributed; all ranks must do it at the
+    same point."""
+    cdb = deepspeed_comm.cdb
+    if not isinstance(cdb, ZippedCollectives):
+        cdb.__class__ = _zipped_class(type(cdb))
+    cdb.zipccl, cdb._zipccl_specs = runtime, specs()
+
+
+def uninstall() -> None:
+    """Undoes ``install`` after completing what is in flight. All ranks must do it at the same point."""
+    cdb = deepspeed_comm.cdb
+    if isinstance(cdb, ZippedCollectives):
+        cdb.zipccl.close()
+        cdb.__class__ = type(cdb).__mro__[2]
+        del cdb.zipccl, cdb._zipccl_specs

@@ -1,0 +1,56 @@
+"""Is a call eligible for compression, and if not, why: a pure function of what every rank of the group sees alike."""
+import torch
+import torch.distributed as dist
+
+from ds_zipccl.codec.dtypes import BY_TORCH
+from ds_zipccl.config import ZipcclConfig
+
+WORTHWHILE = frozenset({torch.bfloat16})        # FP16 and FP32 would gain 14-18 % at best: raw
+REASONS = {
+    "not_in_group": "this rank is not in the group",
+    "world_size_1": "nobody to send to",
+    "never": "the configuration says never",
+    "dtype": "only BF16 pays",
+    "device": "no kernels for this device",
+    "reduce_op": "only SUM",
+    "layout": "input or output is not contiguous",
+    "shape": "sizes do not fit together: the native call reports it",
+    "min_bytes": "smaller than min_bytes",
+    "max_workspace_bytes": "the frames would be larger than max_workspace_bytes",
+    "graph_capture": "captured in a CUDA graph",
+    "autograd": "an input needs a gradient through the collective",
+    "native_is_faster": "a probe found native faster",
+    "deterministic_reduce": "adaptive may not choose a reduction's arithmetic by timing",
+    "incompressible": "recent data did not compress",
+    "not_zipped": "this collective has no zipped form",
+}
+
+
+def reason_for_native(config: ZipcclConfig, op: str, *, world_size: int, output: torch.Tensor, data: torch.Tensor, whole_numel: int,
+                      shapes_match: bool, reduce_op=None) -> str | None:
+    """None if the call may be zipped, else a key of REASONS.
+
+    Only shapes, dtypes and settings decide: all ranks of a group come to the same answer, without talking.
+    """
+    if world_size == 1:
+        return "world_size_1"
+    if getattr(config.collectives, op) == "never":
+        return "never"
+    if data.dtype not in WORTHWHILE or data.dtype not in BY_TORCH:
+        return "dtype"
+    if data.device.type not in ("cpu", "cuda") or output.device != data.device:
+        return "device"
+    if not shapes_match:
+        return "shape"
+    if reduce_op is not None and reduce_op != dist.ReduceOp.SUM:
+        return "reduce_op"
+    if not (data.is_contiguous() and output.is_contiguous()) or data.layout != torch.strided:
+        return "layout"
+    whole_bytes = whole_numel * data.element_size()
+    if whole_bytes < max(config.min_bytes, 1):
+        return "min_bytes"
+    if 2 * whole_bytes > config.max_workspace_bytes:        # two sets of frames, each no larger than the tensor
+        return "max_workspace_bytes"
+    if data.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "graph_capture"
+    return None

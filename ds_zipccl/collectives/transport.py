@@ -1,0 +1,61 @@
+"""Moves bytes: payloads over the caller's own group, small agreements and resends over a side channel of the same
+ranks."""
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+# torch 2.13 renames these two; 2.11 knows only the old names
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def native_all_gather(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """torch's asynchronous all_gather_into_tensor."""
+    return _all_gather(out, own, group=group, async_op=True)
+
+
+def native_reduce_scatter(out: torch.Tensor, data: torch.Tensor, op, group: dist.ProcessGroup) -> dist.Work:
+    """torch's asynchronous reduce_scatter_tensor."""
+    return _reduce_scatter(out, data, op=op, group=group, async_op=True)
+
+
+def all_gather_bytes(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Asynchronous all-gather of equal uint8 pieces on ``group``; ``own`` may be this rank's slice of ``out``."""
+    return _all_gather(out, own, group=group, async_op=True)
+
+
+def all_to_all_bytes(out: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Asynchronous all-to-all of equal uint8 pieces on ``group``."""
+    return dist.all_to_all_single(out, rows, group=group, async_op=True)
+
+
+class SideChannel:
+    """A communicator of its own over the ranks of ``group``, made from the group's store: no global state, no torch
+    group.
+
+    Agreements go through it so that they neither wait behind payloads nor disturb their order; resends after an
+    overflow too, so that they cannot mix with calls on the group that do not pass through this library. Every rank of
+    the group must construct it at the same point of its call sequence.
+    """
+
+    _generations: Counter = Counter()        # side channels made so far per group name: no key of the store is used twice
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        generation = SideChannel._generations[group.group_name]
+        SideChannel._generations[group.group_name] += 1
+        store = dist.PrefixStore(f"zipccl/side/{group.group_name}/{generation}", c10d._get_process_group_store(group))
+        rank, size = group.rank(), group.size()
+        if device.type == "cuda":
+            self._backend = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+        else:
+            self._backend = dist.ProcessGroupGloo(store, rank, size, c10d.default_pg_timeout)
+
+    def all_gather(self, out: torch.Tensor, own: torch.Tensor) -> dist.Work:
+        """Asynchronous; ``out`` [size * n], ``own`` [n]."""
+        return self._backend._allgather_base(out, own)
+
+    def all_to_all(self, out: torch.Tensor, rows: torch.Tensor) -> dist.Work:
+        """Asynchronous, equal pieces."""
+        return self._backend.alltoall_base(out, rows, [], [])

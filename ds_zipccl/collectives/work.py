@@ -1,0 +1,102 @@
+"""Handles of zipped calls: a call in flight, and the Work the caller holds."""
+import weakref
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl.codec.codec import split_status
+
+
+class Pending:
+    """A zipped call in flight on one group. Owned by the group's queue; at most one thread works on it at a time.
+
+    Life: launched -> settled (every rank's status is known; a call that overflowed anywhere has been sent again) ->
+    finished (output filled).
+    """
+
+    def __init__(self, *, words: torch.Tensor, status_work: dist.Work, payload_work: dist.Work, finish, resend, on_settled, release):
+        self._words, self._status_work, self._payload_work = words, status_work, payload_work
+        self._finish, self._resend, self._on_settled, self._release = finish, resend, on_settled, release
+        self.settled = self.finished = False
+        self._overflow = False
+        self.handle = None            # weak reference to the caller's Work
+
+    def settle(self) -> None:
+        """Waits for the ranks' status words (encode plus one small message, never the payload); sends again after an
+        overflow."""
+        if self.settled:
+            return
+        self._status_work.wait()
+        words = [split_status(word) for word in self._words.tolist()]
+        self._overflow = any(overflow for overflow, _ in words)
+        self._on_settled(max(need for _, need in words), self._overflow)
+        self.settled = True
+        if self._overflow:
+            self._resend()
+
+    def finish(self) -> None:
+        """Fills the output (on a GPU: queues it on the current stream) and releases the buffers."""
+        if self.finished:
+            return
+        self.settle()
+        self._payload_work.wait()
+        if not self._overflow:
+            self._finish()
+        self.finished = True
+        self._release()
+        self._finish = self._resend = self._release = self._on_settled = None     # drop the tensors they hold
+
+    @property
+    def ready(self) -> bool:
+        """``finish`` would not block the host."""
+        return self.finished or (self._status_work.is_completed() and self._payload_work.is_completed())
+
+    @property
+    def abandoned(self) -> bool:
+        """The caller dropped his handle without waiting."""
+        return self.handle is not None and self.handle() is None
+
+
+class ZipWork(dist.Work):
+    """The handle of an asynchronous zipped call.
+
+    ``wait()`` returns when the output is ready to be used on the current stream (CPU: filled). It may block the host
+    for the encode of all ranks and one 4-byte message; on a GPU never for the payload. Handles may be waited for in any
+    order, on any rank. The handle keeps input, output and scratch alive until then; a dropped handle is completed by
+    the next call on the group.
+    """
+
+    def __init__(self, pending: Pending, state):
+        super().__init__()
+        self._pending, self._state = pending, state
+        pending.handle = weakref.ref(self)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if not self._pending.finished:
+            self._state.complete(self._pending)
+        return True
+
+    def is_completed(self) -> bool:
+        if not self._pending.finished and self._pending.ready:
+            self.wait()
+        return self._pending.finished
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self):
+        return None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class DoneWork(dist.Work):
+    """The handle of a call that was carried out before it returned."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True

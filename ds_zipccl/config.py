@@ -1,0 +1,83 @@
+"""The ``"zipccl"`` section of ds_config.json: frozen, unknown keys refused, every range checked at construction."""
+import hashlib
+import json
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from zipscape.errors import ConfigError, describe
+
+Choice = Literal["adaptive", "always", "never"]
+OPS = ("all_gather_into_tensor", "reduce_scatter_tensor")
+
+
+class CollectiveChoices(BaseModel):
+    """What to do per collective; one string in place of this object sets all of them."""
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    all_gather_into_tensor: Choice = "adaptive"
+    """ZeRO's parameter gathers. "always": zipped whenever eligible; "never": native; "adaptive": whichever a probe
+    finds faster."""
+
+    reduce_scatter_tensor: Choice = "adaptive"
+    """ZeRO-3's gradient reduction. Same words. "always" also fixes the arithmetic: the rank-order fp32 sum at any world
+    size."""
+
+
+class ZipcclConfig(BaseModel):
+    """Settings of ds_zipccl. Every rank must have equal ones, but for ``log``."""
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    enabled: bool = False
+    """Switch compressed collectives on."""
+
+    collectives: CollectiveChoices = CollectiveChoices()
+    """"adaptive" | "always" | "never", for all collectives or per collective."""
+
+    min_bytes: int = Field(1 << 20, ge=0, le=1 << 40)
+    """Calls whose whole tensor (gather output, scatter input) has fewer bytes go native, under every choice. In
+    bytes."""
+
+    max_workspace_bytes: int = Field(1 << 30, ge=1 << 20, le=1 << 44)
+    """Upper bound of the frames one call may need, in bytes; larger calls go native and are counted."""
+
+    kernels: Literal["best", "reference", "cpu", "cuda", "triton"] = "best"
+    """The codec's kernels. "best" takes the fastest that works here; a name is taken literally or is an error."""
+
+    deterministic_reduce: bool = True
+    """Timing never chooses a reduction's arithmetic: beyond 2 ranks an adaptive reduce-scatter stays native. ("always"
+    and "never" fix the arithmetic anyway; at 2 ranks both give the same bits.)"""
+
+    log: str | None = None
+    """File that rank 0 appends one JSON line of statistics to per optimizer step. null: none."""
+
+    @field_validator("collectives", mode="before")
+    @classmethod
+    def _one_word_for_all(cls, value):
+        return dict.fromkeys(OPS, value) if isinstance(value, str) else value
+
+    @classmethod
+    def from_section(cls, section) -> "ZipcclConfig":
+        """Parses the section. Raises ConfigError naming every wrong field with its value and what is allowed."""
+        if not isinstance(section, dict):
+            raise ConfigError(describe('the "zipccl" section must be a JSON object', got=section,
+                                       expected='{"enabled": true, ...}', where="ds_config.json"))
+        try:
+            return cls(**section)
+        except ValidationError as error:
+            problems = "; ".join(_problem(e, cls) for e in error.errors())
+            raise ConfigError(describe('the "zipccl" section is wrong', got=problems, where="ds_config.json",
+                                       todo="correct these fields; docs/config.md lists every field with its range")) from None
+
+    def fingerprint(self) -> str:
+        """Hash of everything the ranks must agree on."""
+        agreed = self.model_dump(exclude={"log"})
+        return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _problem(error: dict, cls) -> str:
+    path = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        fields = CollectiveChoices.model_fields if path.startswith("collectives.") else cls.model_fields
+        return f"{path}: unknown field (known: {', '.join(fields)})"
+    return f"{path} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"

@@ -1,0 +1,96 @@
+"""Counters of what went where: calls, bytes, reasons. One object per process, read by reports, logs and tests."""
+import json
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class OpStats:
+    """Sums for one collective. Bytes are what this rank sends: native size (raw) and really sent (wire, with headers
+    and flags)."""
+    calls_zipped: int = 0
+    calls_native: int = 0
+    raw_bytes: int = 0
+    wire_bytes: int = 0
+    zipped_raw_bytes: int = 0
+    zipped_wire_bytes: int = 0
+    overflows: int = 0
+    native_reasons: Counter = field(default_factory=Counter)
+
+    def as_dict(self) -> dict:
+        row = dict(self.__dict__, native_reasons=dict(self.native_reasons))
+        row["ratio"] = round(self.raw_bytes / self.wire_bytes, 4) if self.wire_bytes else None
+        return row
+
+
+class Stats:
+    """Thread-safe counters per collective, cumulative; ``StepLog`` turns them into rows per step."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._ops: dict[str, OpStats] = {}
+
+    def _op(self, op: str) -> OpStats:
+        return self._ops.setdefault(op, OpStats())
+
+    def native(self, op: str, reason: str, raw_bytes: int) -> None:
+        """Counts a call that went uncompressed, with its reason."""
+        with self._lock:
+            row = self._op(op)
+            row.calls_native += 1
+            row.native_reasons[reason] += 1
+            row.raw_bytes += raw_bytes
+            row.wire_bytes += raw_bytes
+
+    def zipped(self, op: str, raw_bytes: int, wire_bytes: int) -> None:
+        """Counts a compressed call."""
+        with self._lock:
+            row = self._op(op)
+            row.calls_zipped += 1
+            row.raw_bytes += raw_bytes
+            row.wire_bytes += wire_bytes
+            row.zipped_raw_bytes += raw_bytes
+            row.zipped_wire_bytes += wire_bytes
+
+    def overflow(self, op: str, extra_wire_bytes: int) -> None:
+        """Counts a compressed call that had to be sent again uncompressed."""
+        with self._lock:
+            row = self._op(op)
+            row.overflows += 1
+            row.wire_bytes += extra_wire_bytes
+            row.zipped_wire_bytes += extra_wire_bytes
+
+    def snapshot(self) -> dict[str, dict]:
+        """{op: counters} so far, a copy."""
+        with self._lock:
+            return {op: row.as_dict() for op, row in self._ops.items()}
+
+
+def _difference(now: dict, before: dict) -> dict:
+    row = {key: now[key] - before.get(key, 0) for key in now if key not in ("native_reasons", "ratio")}
+    row["native_reasons"] = dict(Counter(now["native_reasons"]) - Counter(before.get("native_reasons", {})))
+    return row
+
+
+class StepLog:
+    """Appends one JSON line per optimizer step: what that step's collectives did."""
+
+    def __init__(self, path: str, stats: Stats):
+        self._file = open(path, "a", buffering=1)
+        self._stats = stats
+        self._before = stats.snapshot()
+        self._time = time.perf_counter()
+        self._step = 0
+
+    def write(self) -> None:
+        """Ends a step."""
+        now, clock = self._stats.snapshot(), time.perf_counter()
+        self._step += 1
+        ops = {op: _difference(row, self._before.get(op, {})) for op, row in now.items()}
+        self._file.write(json.dumps({"step": self._step, "time_s": round(clock - self._time, 6), "ops": ops}) + "\n")
+        self._before, self._time = now, clock
+
+    def close(self) -> None:
+        self._file.close()

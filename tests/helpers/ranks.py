@@ -1,0 +1,73 @@
+"""Runs many distributed cases in one set of processes: ranks are spawned once per world size, results are kept for the
+session.
+
+A *case* is a function ``case(rank, world_size)`` of an importable module; it raises to fail. Cases run in the order
+given. When a case fails on a rank, the ranks may be out of step, so nothing after it is run: later cases report which
+one broke the run.
+"""
+import functools
+import importlib
+import os
+import tempfile
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+COLLECTIVE_TIMEOUT_S = 60
+
+
+def _rank_main(rank: int, world_size: int, module: str, names: tuple[str, ...], folder: str) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1",
+                      DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size,
+                            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+    cases = importlib.import_module(module)
+    for name in names:
+        try:
+            getattr(cases, name)(rank, world_size)
+            outcome = "ok"
+        except BaseException:
+            outcome = traceback.format_exc()
+        Path(folder, f"{name}.{rank}").write_text(outcome)
+        if outcome != "ok":
+            os._exit(1)
+    dist.destroy_process_group()
+
+
+@functools.cache
+def outcomes(module: str, names: tuple[str, ...], world_size: int) -> dict[str, list[str]]:
+    """{case: outcome per rank}: "ok", a traceback, or why it did not run. Spawns ``world_size`` processes at the first
+    call."""
+    with tempfile.TemporaryDirectory() as folder:
+        failure = ""
+        try:
+            mp.spawn(_rank_main, (world_size, module, names, folder), nprocs=world_size)
+        except Exception as error:
+            failure = str(error)
+        result, broken = {}, None
+        for name in names:
+            files = [Path(folder, f"{name}.{rank}") for rank in range(world_size)]
+            texts = [f.read_text() if f.exists() else f"not run: {broken or failure or 'the process died'}" for f in files]
+            result[name] = texts
+            if broken is None and any(t != "ok" for t in texts):
+                broken = f"{name} failed before it"
+        return result
+
+
+def assert_ok(module: str, names: tuple[str, ...], world_size: int, name: str) -> None:
+    """Fails with every rank's traceback unless the case passed on all ranks."""
+    texts = outcomes(module, names, world_size)[name]
+    failures = [f"--- rank {rank}\n{text}" for rank, text in enumerate(texts) if text != "ok"]
+    assert not failures, "\n".join(failures)
+
+
+def case_names(module: str) -> tuple[str, ...]:
+    """The cases of a module: its functions called ``case_*``, in the order written."""
+    return tuple(name for name, value in vars(importlib.import_module(module)).items()
+                 if name.startswith("case_") and callable(value))

@@ -1,6 +1,6 @@
 // The element types: how one splits into exponent and remainder, and how the decode-and-reduce sum reads and rounds it.
-// A new type is a new struct here and a line in cpu_codec.cpp's dispatch. The loops are plain so that every instruction set's
-// wrapper (cpu_scalar.h, cpu_avx2.h, cpu_avx512.h) gets its own vectorised copy.
+// A new type is a new struct here and a line in cpu_codec.cpp. The loops over a block are plain, so that the compiler
+// vectorises a copy of them for every instruction set.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 namespace zipccl {
 
 template <class T>
-ZIPCCL_INLINE T load(const void* p) {        // any alignment
+ZIPCCL_INLINE T load(const void* p) {  // any alignment
     T value;
     std::memcpy(&value, p, sizeof(T));
     return value;
@@ -24,8 +24,12 @@ ZIPCCL_INLINE void store(void* p, T value) {
     std::memcpy(p, &value, sizeof(T));
 }
 
-ZIPCCL_INLINE float as_float(uint32_t bits) { return load<float>(&bits); }
-ZIPCCL_INLINE uint32_t as_bits(float value) { return load<uint32_t>(&value); }
+ZIPCCL_INLINE float as_float(uint32_t bits) {
+    return load<float>(&bits);
+}
+ZIPCCL_INLINE uint32_t as_bits(float value) {
+    return load<uint32_t>(&value);
+}
 
 template <class BitsType, int kExponentBitsOf, int kMantissaBitsOf, int kBytePlanesOf, bool kExtraPlaneOf>
 struct FloatLayout {
@@ -34,16 +38,18 @@ struct FloatLayout {
     static constexpr int kMantissaBits = kMantissaBitsOf;
     static constexpr int kBytePlanes = kBytePlanesOf;
     static constexpr bool kExtraPlane = kExtraPlaneOf;
-    static constexpr int kTopLo = (1 << kExponentBits) - 8;      // largest window base
+    static constexpr int kTopLo = (1 << kExponentBits) - 8;  // largest window base
     static constexpr uint32_t kMantissaMask = (1u << kMantissaBits) - 1;
 
-    static ZIPCCL_INLINE uint32_t exponent(uint32_t bits) { return bits >> kMantissaBits & ((1u << kExponentBits) - 1); }
+    static ZIPCCL_INLINE uint32_t exponent(uint32_t bits) {
+        return bits >> kMantissaBits & ((1u << kExponentBits) - 1);
+    }
     static ZIPCCL_INLINE uint32_t remainder(uint32_t bits) {
         return bits >> (kExponentBits + kMantissaBits) << kMantissaBits | (bits & kMantissaMask);
     }
     static ZIPCCL_INLINE Bits join(uint32_t exponent, uint32_t remainder) {
-        return static_cast<Bits>(remainder >> kMantissaBits << (kExponentBits + kMantissaBits) | exponent << kMantissaBits |
-                                 (remainder & kMantissaMask));
+        return static_cast<Bits>(remainder >> kMantissaBits << (kExponentBits + kMantissaBits) |
+                                 exponent << kMantissaBits | (remainder & kMantissaMask));
     }
 };
 
@@ -56,22 +62,27 @@ struct Bf16 : FloatLayout<uint16_t, 8, 7, 1, false> {
     }
 };
 
-// FP16 converts in integers and two exact float operations that involve no denormals, so flush-to-zero settings do not matter.
+// FP16 converts in integers and in float operations that are exact or round once and see no FP32 denormals: the
+// process's flush-to-zero setting does not matter. Selections are masks, which every compiler vectorises.
 struct Fp16 : FloatLayout<uint16_t, 5, 10, 1, true> {
+    static ZIPCCL_INLINE uint32_t mask(bool condition) { return 0u - static_cast<uint32_t>(condition); }
+    static ZIPCCL_INLINE uint32_t select(bool condition, uint32_t yes, uint32_t no) {
+        return no ^ ((yes ^ no) & mask(condition));
+    }
+
     static ZIPCCL_INLINE float to_float(uint16_t bits) {
-        const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, magnitude = static_cast<uint32_t>(bits & 0x7FFF) << 13;
-        const uint32_t normal = magnitude + (112u << 23), special = magnitude + (224u << 23);
+        const uint32_t sign = (bits & 0x8000u) << 16, magnitude = (bits & 0x7FFFu) << 13;
         const uint32_t denormal = as_bits(as_float(magnitude + (113u << 23)) - as_float(113u << 23));
-        const uint32_t value = magnitude < 1u << 23 ? denormal : magnitude >= 31u << 23 ? special : normal;
-        return as_float(value | sign);
+        const uint32_t special = (112u << 23) & mask(magnitude >= 31u << 23);  // Inf and NaN
+        return as_float(select(magnitude < 1u << 23, denormal, magnitude + (112u << 23) + special) | sign);
     }
     static ZIPCCL_INLINE uint16_t from_float(float value) {
-        const uint32_t sign = as_bits(value) >> 16 & 0x8000, magnitude = as_bits(value) & 0x7FFFFFFF;
+        const uint32_t sign = as_bits(value) >> 16 & 0x8000u, magnitude = as_bits(value) & 0x7FFFFFFFu;
         const uint32_t normal = (magnitude - (112u << 23) + 0xFFF + (magnitude >> 13 & 1)) >> 13;
-        const uint32_t denormal = as_bits(as_float(magnitude) + 0.5f) - as_bits(0.5f);        // one unit of 0.5 is 2^-24
-        const uint32_t finite = magnitude < 113u << 23 ? denormal : normal;
-        const uint32_t rounded = magnitude >= 143u << 23 ? 0x7C00 : finite;
-        return static_cast<uint16_t>(magnitude > 0x7F800000 ? 0x7E00 : rounded | sign);
+        const uint32_t denormal = as_bits(as_float(magnitude) + 0.5f) - as_bits(0.5f);  // one unit of 0.5 is 2^-24
+        const uint32_t finite = select(magnitude < 113u << 23, denormal, normal);
+        const uint32_t rounded = select(magnitude >= 143u << 23, 0x7C00, finite) | sign;
+        return static_cast<uint16_t>(select(magnitude > 0x7F800000u, 0x7E00, rounded));
     }
 };
 
@@ -83,8 +94,7 @@ struct Fp32 : FloatLayout<uint32_t, 8, 23, 3, false> {
     }
 };
 
-// One block of elements (any alignment) -> exponents, byte planes (plane after plane) and, where the type has one, the values of
-// the extra 3-bit plane; all in element order, one byte each.
+// The loops over a block (cpu_block.h says what they do).
 template <class D>
 ZIPCCL_INLINE void split_block(const uint8_t* x, uint8_t* exponents, uint8_t* planes, uint8_t* extra) {
     for (int e = 0; e < kBlockElems; ++e) {
@@ -109,17 +119,17 @@ ZIPCCL_INLINE void join_block(const uint8_t* exponents, const uint8_t* planes, c
     }
 }
 
-// sum = x, or sum += x in fp32 (the order of calls is the order of the sum).
 template <class D>
 ZIPCCL_INLINE void accumulate_block(const uint8_t* x, float* sum, bool first) {
     if (first) {
-        for (int e = 0; e < kBlockElems; ++e) sum[e] = D::to_float(load<typename D::Bits>(x + e * sizeof(typename D::Bits)));
+        for (int e = 0; e < kBlockElems; ++e)
+            sum[e] = D::to_float(load<typename D::Bits>(x + e * sizeof(typename D::Bits)));
     } else {
-        for (int e = 0; e < kBlockElems; ++e) sum[e] += D::to_float(load<typename D::Bits>(x + e * sizeof(typename D::Bits)));
+        for (int e = 0; e < kBlockElems; ++e)
+            sum[e] += D::to_float(load<typename D::Bits>(x + e * sizeof(typename D::Bits)));
     }
 }
 
-// One rounding to nearest even; every NaN becomes the type's canonical quiet NaN.
 template <class D>
 ZIPCCL_INLINE void round_block(const float* sum, uint8_t* out) {
     for (int e = 0; e < kBlockElems; ++e) store(out + e * sizeof(typename D::Bits), D::from_float(sum[e]));

@@ -8,32 +8,40 @@
 
 namespace zipccl {
 
-enum { kChunkTiles = 4 };        // the unit of work of a thread; a chunk lies inside one group
-
 // The arguments of one call. Strides are bytes between rows; row `skip` is left alone.
 struct Rows {
     const ZipcclGeometry* g;
-    const uint8_t* header;       // kHeaderBytes, status 0
+    const BlockOps* ops;
+    const uint8_t* header;  // kHeaderBytes, status 0
     int64_t num_rows;
     int64_t skip;
-    int num_threads;
+    int64_t num_threads;
 
-    int64_t group_chunks() const { return (g->group_tiles + kChunkTiles - 1) / kChunkTiles; }
-    // Chunks of a row; those past the end of a group or of the row are empty.
+    // A chunk, the unit of work of a thread, is some tiles of one group: enough chunks to share out, few enough to
+    // manage.
+    int64_t chunk_tiles() const {
+        return std::max<int64_t>(
+            1, std::min<int64_t>(8, num_rows * g->num_tiles / (4 * std::max<int64_t>(num_threads, 1))));
+    }
+    int64_t group_chunks() const {
+        return (std::min(g->group_tiles, g->num_tiles) + chunk_tiles() - 1) / chunk_tiles();
+    }
+    // Chunks of a row; those past the end of the last group are empty.
     int64_t num_chunks() const { return g->num_groups * group_chunks(); }
     int64_t chunk_begin(int64_t chunk) const {
-        return chunk / group_chunks() * g->group_tiles + chunk % group_chunks() * kChunkTiles;
+        return chunk / group_chunks() * g->group_tiles + chunk % group_chunks() * chunk_tiles();
     }
     int64_t chunk_end(int64_t chunk) const {
         const int64_t group_end = std::min((chunk / group_chunks() + 1) * g->group_tiles, g->num_tiles);
-        return std::min(chunk_begin(chunk) + kChunkTiles, group_end);
+        return std::min(chunk_begin(chunk) + chunk_tiles(), group_end);
     }
     int64_t row_bytes() const { return g->numel * g->itemsize; }
 };
 
 struct Failure {
     int64_t kind = kSound, row = 0, tile = 0, got = 0;
-    // Rows in order; in a row runs (a group's tiles but for the frame's last tile, which is a run) in order; in a run by kind.
+    // Rows in order; in a row runs (a group's tiles but for the frame's last tile, which is a run) in order; in a run
+    // by kind.
     int64_t run = 0;
 
     bool before(const Failure& other) const {
@@ -63,10 +71,11 @@ class FirstFailure {
 struct ChunkSpill {
     uint32_t need = 0;
     uint64_t total = 0;
-    std::vector<uint8_t> bytes;          // at most a sub-pool: what comes after can never be stored
+    std::vector<uint8_t> bytes;  // at most a sub-pool: what comes after can never be stored
 };
 
-// Second step of encoding: spill offsets are a prefix sum over the group's tiles. Returns whether the sub-pool overflowed.
+// Second step of encoding: spill offsets are a prefix sum over the group's tiles. Returns whether the sub-pool
+// overflowed.
 inline bool place_spills(const Rows& rows, int64_t group, const ChunkSpill* chunks, uint8_t* frame) {
     const Tile first{rows.g, group * rows.g->group_tiles};
     uint8_t* pool = frame + first.pool_offset();
@@ -97,24 +106,26 @@ inline bool place_spills(const Rows& rows, int64_t group, const ChunkSpill* chun
     return overflow;
 }
 
-template <class D, class Isa>
-uint32_t encode_rows(const Rows& rows, const uint8_t* x, int64_t x_stride, uint8_t* frames, int64_t frame_stride) {
+inline uint32_t encode_rows(const Rows& rows, const uint8_t* x, int64_t x_stride, uint8_t* frames,
+                            int64_t frame_stride) {
     const int64_t num_chunks = rows.num_chunks();
     std::vector<ChunkSpill> spills(static_cast<size_t>(rows.num_rows * num_chunks));
     parallel_for<EscapeBuffer>(
-        rows.num_rows * num_chunks, rows.num_rows * rows.row_bytes(), rows.num_threads, [&](EscapeBuffer& escapes, int64_t item) {
+        rows.num_rows * num_chunks, rows.num_rows * rows.row_bytes(), rows.num_threads,
+        [&](EscapeBuffer& escapes, int64_t item) {
             const int64_t row = item / num_chunks, chunk = item % num_chunks;
             if (row == rows.skip) return;
             ChunkSpill& spill = spills[static_cast<size_t>(item)];
             for (int64_t t = rows.chunk_begin(chunk); t < rows.chunk_end(chunk); ++t) {
                 const Tile tile{rows.g, t};
-                const uint32_t count = encode_tile<D, Isa>(tile, x + row * x_stride, frames + row * frame_stride, escapes.bytes.get());
+                const uint32_t count =
+                    encode_tile(tile, *rows.ops, x + row * x_stride, frames + row * frame_stride, escapes.get());
                 const uint32_t nb = static_cast<uint32_t>(tile.num_blocks()), slots = tile.escapes_capacity();
                 spill.need = std::max(spill.need, (count + nb - 1) / nb);
                 if (count <= slots) continue;
                 spill.total += count - slots;
                 if (spill.total <= tile.pool_bytes())
-                    spill.bytes.insert(spill.bytes.end(), escapes.bytes.get() + slots, escapes.bytes.get() + count);
+                    spill.bytes.insert(spill.bytes.end(), escapes.get() + slots, escapes.get() + count);
             }
         });
     uint32_t need = 0, overflowed = 0;
@@ -140,14 +151,15 @@ inline int64_t first_bad_header(const Rows& rows, const uint8_t* frames, int64_t
         if (row == rows.skip) continue;
         const uint8_t* frame = frames + row * frame_stride;
         if (std::memcmp(frame, rows.header, kStatusOffset) != 0 || load<uint32_t>(frame + kStatusOffset) >> 16 != 0 ||
-            std::memcmp(frame + kStatusOffset + 4, rows.header + kStatusOffset + 4, kHeaderBytes - kStatusOffset - 4) != 0)
+            std::memcmp(frame + kStatusOffset + 4, rows.header + kStatusOffset + 4, kHeaderBytes - kStatusOffset - 4) !=
+                0)
             return row;
     }
     return rows.num_rows;
 }
 
-template <class D, class Isa>
-Failure decode_rows(const Rows& rows, const uint8_t* frames, int64_t frame_stride, uint8_t* out, int64_t out_stride) {
+inline Failure decode_rows(const Rows& rows, const uint8_t* frames, int64_t frame_stride, uint8_t* out,
+                           int64_t out_stride) {
     const int64_t num_chunks = rows.num_chunks();
     const int64_t num_sound = first_bad_header(rows, frames, frame_stride);
     FirstFailure failure;
@@ -156,14 +168,14 @@ Failure decode_rows(const Rows& rows, const uint8_t* frames, int64_t frame_strid
         if (row == rows.skip) return;
         for (int64_t t = rows.chunk_begin(chunk); t < rows.chunk_end(chunk); ++t) {
             const Tile tile{rows.g, t};
-            TileReader<D, Isa> reader;
-            FailureKind kind = reader.open(tile, frames + row * frame_stride, escapes);
-            uint8_t* x = out + row * out_stride + tile.first_elem() * static_cast<int64_t>(sizeof(typename D::Bits));
-            for (int b = 0; b < tile.num_blocks() && kind == kSound; ++b, x += kBlockElems * sizeof(typename D::Bits)) {
+            TileReader reader;
+            FailureKind kind = reader.open(tile, *rows.ops, frames + row * frame_stride, escapes);
+            uint8_t* x = out + row * out_stride + tile.first_elem() * rows.g->itemsize;
+            for (int b = 0; b < tile.num_blocks() && kind == kSound; ++b, x += tile.block_bytes()) {
                 const int64_t present = tile.block_elems(b);
-                uint8_t padded[kBlockElems * sizeof(typename D::Bits)];
+                alignas(64) uint8_t padded[kMaxBlockBytes];
                 kind = reader.read(b, present < kBlockElems ? padded : x);
-                if (present < kBlockElems && kind == kSound) std::memcpy(x, padded, present * sizeof(typename D::Bits));
+                if (present < kBlockElems && kind == kSound) std::memcpy(x, padded, present * rows.g->itemsize);
             }
             if (kind != kSound) failure.add(kind, row, tile, static_cast<int64_t>(reader.spill_end()));
         }
@@ -174,12 +186,12 @@ Failure decode_rows(const Rows& rows, const uint8_t* frames, int64_t frame_strid
 }
 
 // `rows.skip` is the row taken from `own`. A block is summed over all rows before the next one, so `out` may be `own`.
-template <class D, class Isa>
-Failure decode_reduce_rows(const Rows& rows, const uint8_t* frames, int64_t frame_stride, const uint8_t* own, uint8_t* out) {
+inline Failure decode_reduce_rows(const Rows& rows, const uint8_t* frames, int64_t frame_stride, const uint8_t* own,
+                                  uint8_t* out) {
     const int64_t num_sound = first_bad_header(rows, frames, frame_stride);
     struct Reader {
         EscapeBuffer escapes;
-        TileReader<D, Isa> tile;
+        TileReader tile;
     };
     FirstFailure failure;
     const auto work = [&](std::vector<Reader>& readers, int64_t chunk) {
@@ -190,16 +202,17 @@ Failure decode_reduce_rows(const Rows& rows, const uint8_t* frames, int64_t fram
             for (int64_t row = 0; row < num_sound; ++row) {
                 if (row == rows.skip) continue;
                 Reader& reader = readers[static_cast<size_t>(row)];
-                const FailureKind kind = reader.tile.open(tile, frames + row * frame_stride, reader.escapes);
+                const FailureKind kind = reader.tile.open(tile, *rows.ops, frames + row * frame_stride, reader.escapes);
                 if (kind == kSound) continue;
                 failure.add(kind, row, tile, static_cast<int64_t>(reader.tile.spill_end()));
                 sound = false;
             }
-            alignas(64) uint8_t part[kBlockElems * sizeof(typename D::Bits)];
-            alignas(64) float sum[kBlockElems];
             for (int b = 0; b < tile.num_blocks() && sound; ++b) {
-                const int64_t offset = (tile.first_elem() + b * kBlockElems) * static_cast<int64_t>(sizeof(part) / kBlockElems);
-                const size_t present_bytes = static_cast<size_t>(tile.block_elems(b)) * (sizeof(part) / kBlockElems);
+                alignas(64) uint8_t part[kMaxBlockBytes];
+                alignas(64) float sum[kBlockElems];
+                const int64_t offset = tile.first_elem() * rows.g->itemsize + b * tile.block_bytes();
+                const int64_t present_bytes = tile.block_elems(b) * rows.g->itemsize;
+                const bool whole = present_bytes == tile.block_bytes();
                 for (int64_t row = 0; row < rows.num_rows; ++row) {
                     const uint8_t* source = part;
                     if (row != rows.skip) {
@@ -207,18 +220,19 @@ Failure decode_reduce_rows(const Rows& rows, const uint8_t* frames, int64_t fram
                         if (kind != kSound) {
                             failure.add(kind, row, tile, 0);
                             sound = false;
+                            break;
                         }
-                    } else if (present_bytes == sizeof(part)) {
+                    } else if (whole) {
                         source = own + offset;
                     } else {
                         std::memset(part, 0, sizeof(part));
                         std::memcpy(part, own + offset, present_bytes);
                     }
-                    Isa::template accumulate<D>(source, sum, row == 0);
+                    rows.ops->accumulate(source, sum, row == 0);
                 }
                 if (!sound) break;
-                Isa::template round<D>(sum, present_bytes == sizeof(part) ? out + offset : part);
-                if (present_bytes < sizeof(part)) std::memcpy(out + offset, part, present_bytes);
+                rows.ops->round(sum, whole ? out + offset : part);
+                if (!whole) std::memcpy(out + offset, part, present_bytes);
             }
         }
     };

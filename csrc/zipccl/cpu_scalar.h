@@ -1,15 +1,9 @@
-// Block operations without SIMD: what the vector versions must equal, and what other architectures run.
-//
-// An instruction set is a struct with these static functions. Exponent and value arrays are kBlockElems bytes in element order and
-// `packed` is kCodeBytes in the frame; no alignment is assumed of anything in the frame.
+// Block operations (cpu_block.h) without SIMD: what the vector versions must equal, and what other architectures run.
 #pragma once
 
-#include "cpu_dtypes.h"
+#include "cpu_block.h"
 
 namespace zipccl {
-
-enum { kWindowMode = 0, kZeroMode = 1, kZeroCode = 7 };
-enum { kEscapeSlack = 64 };      // bytes a block operation may touch after the escapes it wrote or read
 
 struct Scalar {
     // Position of an element in scan order: lane, half, pair.
@@ -29,12 +23,12 @@ struct Scalar {
 
     static ZIPCCL_INLINE uint32_t code_of(uint32_t exponent, uint32_t lo, uint32_t mode) {
         if (mode == kZeroMode && exponent == 0) return kZeroCode;
-        const uint32_t distance = exponent - lo;                   // wraps below the window
+        const uint32_t distance = exponent - lo;  // wraps below the window
         return distance <= 7 - mode ? distance : 0;
     }
 
-    // Packs the codes and writes the escaped exponents in scan order (and up to kEscapeSlack bytes more). Returns their number.
-    static uint32_t encode_codes(const uint8_t* exponents, uint32_t lo, uint32_t mode, uint8_t* packed, uint8_t* escapes) {
+    static uint32_t encode_codes(const uint8_t* exponents, uint32_t lo, uint32_t mode, uint8_t* packed,
+                                 uint8_t* escapes) {
         uint8_t codes[kBlockElems];
         uint32_t count = 0;
         for (int e = 0; e < kBlockElems; ++e) codes[e] = static_cast<uint8_t>(code_of(exponents[e], lo, mode));
@@ -49,9 +43,8 @@ struct Scalar {
         return count;
     }
 
-    // Exponents from packed codes, taking escapes in scan order. Returns the number of escape codes; reads at most that many
-    // escapes, and up to kEscapeSlack bytes more.
-    static uint32_t decode_codes(const uint8_t* packed, uint32_t lo, uint32_t mode, const uint8_t* escapes, uint8_t* exponents) {
+    static uint32_t decode_codes(const uint8_t* packed, uint32_t lo, uint32_t mode, const uint8_t* escapes,
+                                 uint8_t* exponents) {
         uint8_t codes[kBlockElems];
         unpack(packed, codes);
         uint32_t count = 0;
@@ -73,7 +66,8 @@ struct Scalar {
             for (int k = 0; k < 3; ++k) {
                 uint32_t word = 0;
                 for (int half = 0; half < 2; ++half) {
-                    for (int m = 0; m < 5; ++m) word |= (values[element_at(lane, half, 3 * m + k)] & 7u) << (3 * m + 16 * half);
+                    for (int m = 0; m < 5; ++m)
+                        word |= (values[element_at(lane, half, 3 * m + k)] & 7u) << (3 * m + 16 * half);
                     word |= (values[element_at(lane, half, 15)] >> k & 1u) << (15 + 16 * half);
                 }
                 store(packed + 128 * k + 4 * lane, word);

@@ -1,5 +1,5 @@
-// Splits a call's work over threads. Threads live for one call: nothing survives to be lost by a fork, and at the sizes that use
-// more than one thread starting them costs less than a per cent or two.
+// Splits a call's work over threads. Threads live for one call: nothing survives to be lost by a fork, and at the sizes
+// that use more than one thread starting them costs less than a per cent or two.
 #pragma once
 
 #include <algorithm>

@@ -4,14 +4,21 @@
 #include <algorithm>
 #include <memory>
 
-#include "cpu_scalar.h"
+#include "cpu_block.h"
 
 namespace zipccl {
 
-enum { kMaxTileBlocks = 32 };
+enum { kMaxTileBlocks = 32, kMaxBlockBytes = 4 * kBlockElems };
 
 // What is wrong with a frame, in the order in which readers look. ds_zipccl/kernels/frame_errors.py has the words.
-enum FailureKind : int64_t { kSound = 0, kBadHeader = 1, kBadBlockCount = 2, kBadTileCount = 3, kBadWindow = 4, kBadSpill = 5 };
+enum FailureKind : int64_t {
+    kSound = 0,
+    kBadHeader = 1,
+    kBadBlockCount = 2,
+    kBadTileCount = 3,
+    kBadWindow = 4,
+    kBadSpill = 5
+};
 
 struct Tile {
     const ZipcclGeometry* g;
@@ -21,25 +28,42 @@ struct Tile {
     int num_blocks() const { return static_cast<int>(last() ? g->last_blocks : g->tile_blocks); }
     int64_t offset() const { return g->tiles_offset + index * g->tile_bytes; }
     int64_t escapes() const { return last() ? g->last_escapes_offset : g->escapes_offset; }
-    uint32_t escapes_capacity() const { return static_cast<uint32_t>(last() ? g->last_escapes_capacity : g->escapes_capacity); }
+    uint32_t escapes_capacity() const {
+        return static_cast<uint32_t>(last() ? g->last_escapes_capacity : g->escapes_capacity);
+    }
     int64_t codes() const { return last() ? g->last_codes_offset : g->codes_offset; }
     int64_t extra() const { return last() ? g->last_extra_offset : g->extra_offset; }
     int64_t planes() const { return last() ? g->last_planes_offset : g->planes_offset; }
+    int64_t block_planes() const { return g->byte_planes * kBlockElems; }
+    int64_t block_bytes() const { return g->itemsize * kBlockElems; }
+    int64_t top_lo() const { return (1 << g->exponent_bits) - 8; }
     int64_t first_elem() const { return index * g->tile_blocks * kBlockElems; }
     // Elements present in block `b`: kBlockElems but in the frame's last block.
-    int64_t block_elems(int b) const { return std::min<int64_t>(kBlockElems, g->numel - first_elem() - b * kBlockElems); }
+    int64_t block_elems(int b) const {
+        return std::min<int64_t>(kBlockElems, g->numel - first_elem() - b * kBlockElems);
+    }
     int64_t group() const { return index / g->group_tiles; }
     int64_t pool_offset() const { return g->pools_offset + group() * g->pool_bytes; }
-    uint32_t pool_bytes() const { return static_cast<uint32_t>(group() == g->num_groups - 1 ? g->last_pool_bytes : g->pool_bytes); }
+    uint32_t pool_bytes() const {
+        return static_cast<uint32_t>(group() == g->num_groups - 1 ? g->last_pool_bytes : g->pool_bytes);
+    }
 };
 
-// A thread's working memory. Escape buffers have room for what a block operation may touch beyond its block.
-struct EscapeBuffer {
-    std::unique_ptr<uint8_t[]> bytes{new uint8_t[kMaxTileBlocks * kBlockElems + kBlockElems + kEscapeSlack]()};
+// A thread's room for the escapes of a tile and for what a block operation may touch behind them; taken at first use.
+class EscapeBuffer {
+  public:
+    uint8_t* get() {
+        if (!bytes_) bytes_.reset(new uint8_t[(kMaxTileBlocks + 1) * kBlockElems + kEscapeSlack]());
+        return bytes_.get();
+    }
+
+  private:
+    std::unique_ptr<uint8_t[]> bytes_;
 };
 
 // Section 5. `num_present` elements of the block exist, `num_nonzero` of them with exponents that add up to `sum`.
-inline uint32_t window_base(int64_t sum, int64_t num_nonzero, int64_t num_present, int64_t given_lo, int64_t top, uint32_t* mode) {
+inline uint32_t window_base(int64_t sum, int64_t num_nonzero, int64_t num_present, int64_t given_lo, int64_t top,
+                            uint32_t* mode) {
     *mode = 1024 * (num_present - num_nonzero) > 26 * num_present ? kZeroMode : kWindowMode;
     if (given_lo >= 0) return static_cast<uint32_t>(std::min(given_lo + *mode, top));
     const int64_t tenths = 10 * sum - (*mode == kZeroMode ? 34 : 43) * num_nonzero;
@@ -47,28 +71,28 @@ inline uint32_t window_base(int64_t sum, int64_t num_nonzero, int64_t num_presen
     return static_cast<uint32_t>(std::min(tenths / (10 * num_nonzero), top));
 }
 
-// Encodes one tile from the row `x` but for its spill offset. Returns the number of escapes, whose bytes are in `escapes`.
-template <class D, class Isa>
-uint32_t encode_tile(const Tile& tile, const uint8_t* x, uint8_t* frame, uint8_t* escapes) {
-    alignas(64) uint8_t exponents[kBlockElems], extra[D::kExtraPlane ? kBlockElems : 1];
+// Encodes one tile from the row `x` but for its spill offset. Returns the number of escapes, whose bytes are in
+// `escapes`.
+inline uint32_t encode_tile(const Tile& tile, const BlockOps& ops, const uint8_t* x, uint8_t* frame, uint8_t* escapes) {
+    alignas(64) uint8_t exponents[kBlockElems], extra[kBlockElems], padded[kMaxBlockBytes];
     uint8_t* base = frame + tile.offset();
     uint32_t count = 0;
     for (int b = 0; b < tile.num_blocks(); ++b) {
-        const uint8_t* in = x + (tile.first_elem() + b * kBlockElems) * static_cast<int64_t>(sizeof(typename D::Bits));
+        const uint8_t* in = x + tile.first_elem() * tile.g->itemsize + b * tile.block_bytes();
         const int64_t present = tile.block_elems(b);
-        uint8_t padded[kBlockElems * sizeof(typename D::Bits)];
         if (present < kBlockElems) {
             std::memset(padded, 0, sizeof(padded));
-            std::memcpy(padded, in, present * sizeof(typename D::Bits));
+            std::memcpy(padded, in, present * tile.g->itemsize);
             in = padded;
         }
-        Isa::template split<D>(in, exponents, base + tile.planes() + b * D::kBytePlanes * kBlockElems, extra);
+        ops.split(in, exponents, base + tile.planes() + b * tile.block_planes(), extra);
         uint32_t sum, num_nonzero, mode;
-        Isa::statistics(exponents, &sum, &num_nonzero);
-        const uint32_t lo = window_base(sum, num_nonzero, present, tile.g->window_lo, D::kTopLo, &mode);
-        for (int64_t e = present; e < kBlockElems; ++e) exponents[e] = static_cast<uint8_t>(lo + 1);       // absent: code 1
-        const uint32_t escaped = Isa::encode_codes(exponents, lo, mode, base + tile.codes() + b * kCodeBytes, escapes + count);
-        if (D::kExtraPlane) Isa::pack(extra, base + tile.extra() + b * kCodeBytes);
+        ops.statistics(exponents, &sum, &num_nonzero);
+        const uint32_t lo = window_base(sum, num_nonzero, present, tile.g->window_lo, tile.top_lo(), &mode);
+        for (int64_t e = present; e < kBlockElems; ++e) exponents[e] = static_cast<uint8_t>(lo + 1);  // absent: code 1
+        const uint32_t escaped =
+            ops.encode_codes(exponents, lo, mode, base + tile.codes() + b * kCodeBytes, escapes + count);
+        if (tile.g->extra_plane) ops.pack(extra, base + tile.extra() + b * kCodeBytes);
         store<uint32_t>(base + kTileHeaderBytes + kBlockHeaderBytes * b, lo | mode << 8 | escaped << 16);
         count += escaped;
     }
@@ -81,11 +105,12 @@ uint32_t encode_tile(const Tile& tile, const uint8_t* x, uint8_t* frame, uint8_t
 }
 
 // Reads one tile block by block and never outside the frame, whatever its bytes are.
-template <class D, class Isa>
 class TileReader {
   public:
-    // Checks all that can be told before the codes are read. `buffer` is used when a part of the escapes lies in the sub-pool.
-    FailureKind open(const Tile& tile, const uint8_t* frame, EscapeBuffer& buffer) {
+    // Checks all that can be told before the codes are read. `buffer` is used when a part of the escapes lies in the
+    // sub-pool.
+    FailureKind open(const Tile& tile, const BlockOps& ops, const uint8_t* frame, EscapeBuffer& buffer) {
+        ops_ = &ops;
         tile_ = tile;
         base_ = frame + tile.offset();
         uint64_t sum = 0;
@@ -93,33 +118,34 @@ class TileReader {
         for (int b = 0; b < tile.num_blocks(); ++b) {
             const uint32_t head = block_head(b);
             sum += head >> 16;
-            sound &= head >> 16 <= kBlockElems && (head >> 8 & 255) <= kZeroMode && static_cast<int>(head & 255) <= D::kTopLo;
+            sound &= head >> 16 <= kBlockElems && (head >> 8 & 255) <= kZeroMode && (head & 255) <= tile.top_lo();
         }
         const uint32_t count = load<uint32_t>(base_);
         if (!sound || sum != count || spill_end() > tile.pool_bytes()) return diagnose();
-        // Past the slots lie at least kCodeBytes + kBlockElems bytes of the tile, so that a block with more escape codes than its
-        // header says is read inside the frame too, before it is found out.
-        static_assert(kCodeBytes + kBlockElems >= kBlockElems + kEscapeSlack, "reads past the escape slots stay in the tile");
+        // Past the slots lie at least kCodeBytes + kBlockElems bytes of the tile, so that a block with more escape
+        // codes than its header says is read inside the frame too, before it is found out.
+        static_assert(kCodeBytes + kBlockElems >= kBlockElems + kEscapeSlack,
+                      "reads past the escape slots stay in the tile");
         escapes_ = base_ + tile.escapes();
         if (count > tile.escapes_capacity()) {
-            std::memcpy(buffer.bytes.get(), escapes_, tile.escapes_capacity());
-            std::memcpy(buffer.bytes.get() + tile.escapes_capacity(), frame + tile.pool_offset() + load<uint32_t>(base_ + 4),
+            std::memcpy(buffer.get(), escapes_, tile.escapes_capacity());
+            std::memcpy(buffer.get() + tile.escapes_capacity(), frame + tile.pool_offset() + load<uint32_t>(base_ + 4),
                         count - tile.escapes_capacity());
-            escapes_ = buffer.bytes.get();
+            escapes_ = buffer.get();
         }
         return kSound;
     }
 
     // Decodes block `b` (blocks in order) to all kBlockElems elements of `x`.
     FailureKind read(int b, uint8_t* x) {
-        alignas(64) uint8_t exponents[kBlockElems], extra[D::kExtraPlane ? kBlockElems : 1];
+        alignas(64) uint8_t exponents[kBlockElems], extra[kBlockElems];
         const uint32_t head = block_head(b);
-        const uint32_t count =
-            Isa::decode_codes(base_ + tile_.codes() + b * kCodeBytes, head & 255, head >> 8 & 255, escapes_, exponents);
+        const uint32_t count = ops_->decode_codes(base_ + tile_.codes() + b * kCodeBytes, head & 255, head >> 8 & 255,
+                                                  escapes_, exponents);
         if (count != head >> 16) return diagnose();
         escapes_ += count;
-        if (D::kExtraPlane) Isa::unpack(base_ + tile_.extra() + b * kCodeBytes, extra);
-        Isa::template join<D>(exponents, base_ + tile_.planes() + b * D::kBytePlanes * kBlockElems, extra, x);
+        if (tile_.g->extra_plane) ops_->unpack(base_ + tile_.extra() + b * kCodeBytes, extra);
+        ops_->join(exponents, base_ + tile_.planes() + b * tile_.block_planes(), extra, x);
         return kSound;
     }
 
@@ -138,17 +164,18 @@ class TileReader {
         bool windows = true;
         for (int b = 0; b < tile_.num_blocks(); ++b) {
             uint8_t codes[kBlockElems];
-            Scalar::unpack(base_ + tile_.codes() + b * kCodeBytes, codes);
+            ops_->unpack(base_ + tile_.codes() + b * kCodeBytes, codes);
             const uint32_t head = block_head(b);
             if (std::count(codes, codes + kBlockElems, 0) != static_cast<int64_t>(head >> 16)) return kBadBlockCount;
             sum += head >> 16;
-            windows &= (head >> 8 & 255) <= kZeroMode && static_cast<int>(head & 255) <= D::kTopLo;
+            windows &= (head >> 8 & 255) <= kZeroMode && (head & 255) <= tile_.top_lo();
         }
         if (sum != load<uint32_t>(base_)) return kBadTileCount;
         return windows ? kBadSpill : kBadWindow;
     }
 
     Tile tile_{};
+    const BlockOps* ops_ = nullptr;
     const uint8_t* base_ = nullptr;
     const uint8_t* escapes_ = nullptr;
 };

@@ -1,5 +1,6 @@
-// The numbers a kernel needs to find its way in a frame: the mirror of ds_zipccl/kernels/geometry.py (a test compares the fields).
-// codec/format.py fills them; nothing in csrc/ computes a layout. Shared by the CPU and CUDA sources, also under NVRTC.
+// The numbers a kernel needs to find its way in a frame: the mirror of ds_zipccl/kernels/geometry.py (a test compares
+// them). codec/format.py fills them; nothing in csrc/ computes a layout. Shared by the CPU and CUDA sources, also under
+// NVRTC.
 #ifndef ZIPCCL_GEOMETRY_H
 #define ZIPCCL_GEOMETRY_H
 

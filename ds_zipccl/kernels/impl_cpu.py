@@ -1,34 +1,46 @@
 """The CPU kernels: C++ (csrc/zipccl/cpu_codec.cpp) behind a plain C interface, called through ctypes, which lets go of the GIL.
 
-A call uses up to ``torch.get_num_threads()`` threads of its own; they end with the call.
+A call uses up to ``torch.get_num_threads()`` threads of its own; they end with the call. The instruction set is chosen when the kernels
+are loaded, the best one the machine has; ``ZIPCCL_CPU_ISA=scalar|avx2|avx512`` takes another one (all give the same bytes).
 """
 import ctypes
+import os
 
 import torch
 
 from ds_zipccl.errors import KernelError
 from ds_zipccl.kernels.frame_errors import frame_error
 from ds_zipccl.kernels.geometry import Geometry
-from zipscape.errors import describe
+from zipscape.errors import BuildError, describe
 
 _I32, _I64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 _SIGNATURES = {
-    "zipccl_cpu_encode": (_PTR, ctypes.c_char_p, _PTR, _I64, _PTR, _I64, _I64, _I64, _PTR, _I32),
-    "zipccl_cpu_decode": (_PTR, ctypes.c_char_p, _PTR, _I64, _PTR, _I64, _I64, _I64, _PTR, _I32),
-    "zipccl_cpu_decode_reduce": (_PTR, ctypes.c_char_p, _PTR, _I64, _PTR, _I64, _PTR, _I64, _PTR, _I32),
+    "zipccl_cpu_encode": (_PTR, ctypes.c_char_p, _PTR, _I64, _PTR, _I64, _I64, _I64, _PTR, _I32, _I32),
+    "zipccl_cpu_decode": (_PTR, ctypes.c_char_p, _PTR, _I64, _PTR, _I64, _I64, _I64, _PTR, _I32, _I32),
+    "zipccl_cpu_decode_reduce": (_PTR, ctypes.c_char_p, _PTR, _I64, _PTR, _I64, _PTR, _I64, _PTR, _I32, _I32),
 }
+ISAS = ("scalar", "avx2", "avx512")          # in the order of the library's numbers
+ISA_VARIABLE = "ZIPCCL_CPU_ISA"
 _GEOMETRY_INTS = len(Geometry._fields) - 1
 
 
 class CpuKernels:
-    """The three functions of kernels/ops.py on host tensors, from a loaded library."""
+    """The three functions of kernels/ops.py on host tensors, from a loaded library and with one instruction set.
 
-    def __init__(self, library: ctypes.CDLL):
+    ``isa``: its name; None takes the best one. Raises BuildError when the machine does not have it.
+    """
+
+    def __init__(self, library: ctypes.CDLL, isa: str | None = None):
         self._functions = {}
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, _I64
             self._functions[name] = function
+        usable = [name for number, name in enumerate(ISAS) if library.zipccl_cpu_supports(number)]
+        self.isa = usable[-1] if isa is None else isa
+        if self.isa not in usable:
+            raise BuildError(describe("the CPU kernels cannot use this instruction set", got=isa,
+                                      expected=f"one of {', '.join(usable)} on this machine", todo=f"unset {ISA_VARIABLE}"))
 
     def encode(self, x: torch.Tensor, frames: torch.Tensor, status: torch.Tensor, g: Geometry, skip: int = -1) -> None:
         """See kernels/ops.py."""
@@ -51,7 +63,7 @@ class CpuKernels:
 
     def _call(self, name: str, g: Geometry, *arguments) -> int:
         ints = (_I64 * _GEOMETRY_INTS)(*g.ints)
-        result = self._functions[name](ints, g.header, *arguments, torch.get_num_threads())
+        result = self._functions[name](ints, g.header, *arguments, torch.get_num_threads(), ISAS.index(self.isa))
         if result == -1:
             raise MemoryError(describe(f"{name} could not allocate its working memory"))
         if result < 0:
@@ -68,4 +80,9 @@ class CpuKernels:
 def load() -> CpuKernels:
     """The kernels, built at first use. Raises BuildError when there is no compiler or it fails."""
     from zipscape.op_builder.zipccl import ZIPCCL_CPU
-    return CpuKernels(ZIPCCL_CPU.load())
+    return CpuKernels(ZIPCCL_CPU.load(), os.environ.get(ISA_VARIABLE) or None)
+
+
+def isa() -> str:
+    """The instruction set that ``load`` takes on this machine. Raises BuildError like it."""
+    return load().isa

@@ -1,0 +1,47 @@
+// What an instruction set and an element type offer to the rest: the operations on one block, as a table of functions.
+#pragma once
+
+#include "cpu_dtypes.h"
+
+namespace zipccl {
+
+enum { kWindowMode = 0, kZeroMode = 1, kZeroCode = 7 };
+enum { kEscapeSlack = 64 };  // bytes a block operation may touch after the escapes it wrote or read
+
+// Arrays `exponents`, `extra` and `values` are kBlockElems bytes in element order, `packed` is kCodeBytes, `planes` one
+// or more times kBlockElems, `x` the block's elements, `sum` kBlockElems floats. No alignment is assumed of `x`,
+// `packed`, `planes` and `escapes`.
+struct BlockOps {
+    // Elements -> exponents, byte planes and (types with an extra 3-bit plane) its values.
+    void (*split)(const uint8_t* x, uint8_t* exponents, uint8_t* planes, uint8_t* extra);
+    void (*join)(const uint8_t* exponents, const uint8_t* planes, const uint8_t* extra, uint8_t* x);
+    // The sum and the number of non-zero exponents.
+    void (*statistics)(const uint8_t* exponents, uint32_t* sum, uint32_t* num_nonzero);
+    // Packs the codes and writes the escaped exponents in scan order (and up to kEscapeSlack bytes more). Returns their
+    // number.
+    uint32_t (*encode_codes)(const uint8_t* exponents, uint32_t lo, uint32_t mode, uint8_t* packed, uint8_t* escapes);
+    // Exponents from packed codes, taking escapes in scan order. Returns the number of escape codes; reads that many
+    // escapes, and up to kEscapeSlack bytes more.
+    uint32_t (*decode_codes)(const uint8_t* packed, uint32_t lo, uint32_t mode, const uint8_t* escapes,
+                             uint8_t* exponents);
+    // 3-bit values (higher bits are ignored) in the codes' packing.
+    void (*pack)(const uint8_t* values, uint8_t* packed);
+    void (*unpack)(const uint8_t* packed, uint8_t* values);
+    // sum = x if `first`, else sum += x, in fp32.
+    void (*accumulate)(const uint8_t* x, float* sum, bool first);
+    // One rounding to nearest even; every NaN becomes the type's canonical quiet NaN.
+    void (*round)(const float* sum, uint8_t* out);
+};
+
+template <class D, class Isa>
+constexpr BlockOps kBlockOps{Isa::template split<D>,
+                             Isa::template join<D>,
+                             Isa::statistics,
+                             Isa::encode_codes,
+                             Isa::decode_codes,
+                             Isa::pack,
+                             Isa::unpack,
+                             Isa::template accumulate<D>,
+                             Isa::template round<D>};
+
+}  // namespace zipccl

@@ -60,7 +60,7 @@ def _fingerprint() -> str:
 
 def _make_venv(venv: Path) -> None:
     python = _python(venv)
-    if python.exists() and _ok([python, "-m", "pip", "--version"]):
+    if python.exists() and _ok([python, "-c", "import sys, pip; assert sys.prefix != sys.base_prefix"]):
         return
     if venv.exists():
         _say(f"{venv.name} is incomplete; making it again")

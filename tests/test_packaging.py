@@ -1,0 +1,143 @@
+"""What users install: the wheel, made from the sdist, in a fresh environment and outside the checkout."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("setup.py", "pyproject.toml", "README.md", "MANIFEST.in", "zipscape", "ds_zipccl", "ds_scape", "op_builder",
+           "csrc")
+
+
+def run(*command, cwd, **environment):
+    inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([*map(str, command)], cwd=cwd, env={**inherited, **environment}, capture_output=True,
+                          text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy: building in place would leave files that the next wheel picks up."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "prebuilt"))
+        elif (ROOT / name).exists():
+            shutil.copy(ROOT / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dist")
+    build = "import sys, setuptools.build_meta as backend; print(getattr(backend, sys.argv[1])(sys.argv[2]))"
+    sdist = run(sys.executable, "-c", build, "build_sdist", folder, cwd=checkout).splitlines()[-1]
+    shutil.unpack_archive(folder / sdist, folder)
+    name = run(sys.executable, "-c", build, "build_wheel", folder,
+               cwd=folder / sdist.removesuffix(".tar.gz")).splitlines()[-1]
+    return folder / name
+
+
+def fresh_environment(folder, *install):
+    """An environment that sees this one's packages but not its editable zipscape: .pth files do not nest."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    python = folder / "bin" / "python"
+    purelib = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+    outer = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (Path(purelib) / "outer.pth").write_text("\n".join(outer))
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", *install, cwd=folder)
+    return python
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    return fresh_environment(tmp_path_factory.mktemp("fresh") / "venv", wheel)
+
+
+def test_wheel_holds_the_three_packages_and_nothing_else(wheel):
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert tops == {"zipscape", "ds_zipccl", "ds_scape"}, "no op_builder, csrc or tests at top level"
+
+
+def test_wheel_holds_every_source_file(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = {f"zipscape/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "csrc").rglob("*")
+                if path.suffix in (".cpp", ".cu", ".h", ".cuh")}
+    expected |= {f"{'zipscape/' if folder == 'op_builder' else ''}{path.relative_to(ROOT).as_posix()}"
+                 for folder in ("zipscape", "op_builder", "ds_zipccl", "ds_scape")
+                 for path in (ROOT / folder).rglob("*.py")}
+    assert expected and expected <= names, sorted(expected - names)
+
+
+def test_no_kind_of_source_is_forgotten():
+    """A new suffix in csrc must be added to package_data in setup.py."""
+    suffixes = {path.suffix for path in (ROOT / "csrc").rglob("*") if path.is_file() and not path.name.startswith(".")}
+    assert suffixes <= {".cpp", ".cu", ".h", ".cuh", ".md"}
+
+
+def test_every_module_imports_from_the_wheel(installed, tmp_path):
+    code = """
+import importlib, json, pkgutil
+found = {}
+for name in ("zipscape", "ds_zipccl", "ds_scape"):
+    package = importlib.import_module(name)
+    for info in [None, *pkgutil.walk_packages(package.__path__, name + ".")]:
+        module = importlib.import_module(info.name) if info else package
+        if getattr(module, "__file__", None):
+            found[module.__name__] = module.__file__
+print(json.dumps(found))
+"""
+    found = json.loads(run(installed, "-c", code, cwd=tmp_path).splitlines()[-1])
+    assert "zipscape.op_builder.base" in found and "ds_zipccl.config" in found
+    elsewhere = {name: file for name, file in found.items() if installed.parent.parent not in Path(file).parents}
+    assert not elsewhere
+
+
+def test_native_library_builds_from_the_wheel(installed, tmp_path):
+    code = """
+from zipscape.op_builder.zipccl import ZIPCCL_CPU
+print(ZIPCCL_CPU.csrc); print(ZIPCCL_CPU.build()); ZIPCCL_CPU.load()
+"""
+    csrc, built = run(installed, "-c", code, cwd=tmp_path, ZIPSCAPE_CACHE=str(tmp_path / "cache")).splitlines()
+    assert Path(csrc).parts[-2:] == ("zipscape", "csrc") and installed.parent.parent in Path(csrc).parents
+    assert tmp_path in Path(built).parents
+
+
+def test_entry_points_and_version(installed, tmp_path):
+    code = """
+import json, sys
+from importlib.metadata import entry_points, requires, version
+(backend,) = entry_points(group="torch.backends", name="zipscape")
+(script,) = entry_points(group="console_scripts", name="ds_zipccl")
+import torch, zipscape
+armed = any(type(finder).__module__ == "zipscape.activate" for finder in sys.meta_path)
+print(json.dumps([backend.value, script.value, callable(script.load()), armed, version("zipscape") ==
+                  zipscape.__version__, requires("zipscape")]))
+"""
+    backend, script, is_callable, armed, same_version, requires = json.loads(
+        run(installed, "-c", code, cwd=tmp_path).splitlines()[-1])
+    assert (backend, script) == ("zipscape.activate:autoload", "ds_zipccl.cli.main:main")
+    assert is_callable and armed and same_version
+    assert "torch<2.14,>=2.11" in requires and "deepspeed==0.19.8" in requires
+    assert (installed.parent / "ds_zipccl").exists()
+
+
+def test_editable_install_finds_the_renamed_folders(checkout, tmp_path):
+    python = fresh_environment(tmp_path / "venv", "--no-build-isolation", "-e", checkout)
+    code = """
+import zipscape, zipscape.op_builder.zipccl as zipccl, ds_zipccl, ds_scape
+print(zipscape.__file__, zipccl.__file__, zipccl.ZIPCCL_CPU.csrc, ds_scape.__file__, sep="\\n")
+"""
+    files = run(python, "-c", code, cwd=tmp_path).splitlines()
+    assert files == [str(checkout / part) for part in (
+        "zipscape/__init__.py", "op_builder/zipccl.py", "csrc", "ds_scape/__init__.py")]

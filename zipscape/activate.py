@@ -22,7 +22,7 @@ failures = []
 _num_logged = 0
 
 
-def disabled() -> bool:
+def is_disabled() -> bool:
     """True if the environment turns ZipScape off (ZIPSCAPE_DISABLE set to anything but 0 or nothing)."""
     return os.environ.get("ZIPSCAPE_DISABLE", "0") not in ("", "0")
 
@@ -30,7 +30,7 @@ def disabled() -> bool:
 def autoload() -> None:
     """Arm the hooks; idempotent, never raises. Targets that are loaded already are handled at once."""
     try:
-        if disabled() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        if is_disabled() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
             return
         # The finder goes first: whatever fails after it is still reported when DeepSpeed is used.
         sys.meta_path.insert(0, _Finder())
@@ -84,7 +84,7 @@ class _Finder:
     """Meta path finder: finds nothing itself, only wraps the loader of our targets."""
 
     def find_spec(self, name, path=None, target=None):
-        if name not in HOOKS or disabled():
+        if name not in HOOKS or is_disabled():
             return None
         for finder in list(sys.meta_path):
             if finder is self or not hasattr(finder, "find_spec"):

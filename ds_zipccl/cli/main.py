@@ -1,0 +1,26 @@
+"""The ``ds_zipccl`` command."""
+import argparse
+import sys
+
+from ds_zipccl.cli import report
+from zipscape.errors import ZipScapeError
+
+COMMANDS = {"report": report}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one subcommand; returns the exit status. Errors of ours are printed as one paragraph, without a traceback."""
+    parser = argparse.ArgumentParser(prog="ds_zipccl", description="Losslessly compressed collectives for DeepSpeed.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, module in COMMANDS.items():
+        module.add_arguments(commands.add_parser(name, help=module.HELP, description=module.HELP))
+    args = parser.parse_args(argv)
+    try:
+        return COMMANDS[args.command].run(args)
+    except ZipScapeError as error:
+        print(f"ds_zipccl: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

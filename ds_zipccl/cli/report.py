@@ -1,0 +1,98 @@
+"""``ds_zipccl report``: what is installed, built and compatible here, why not, and the settings that a ds_config.json means."""
+import importlib.metadata
+import json
+import platform
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ds_zipccl.codec import dtypes
+from ds_zipccl.codec.format import VERSION as FORMAT_VERSION
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.kernels import loader
+from zipscape import __version__, activate
+from zipscape.errors import ConfigError, describe
+from zipscape.machine import write_json
+
+HELP = "versions, what is built, what is compatible and why not, the effective settings"
+TESTED = {"deepspeed": ("0.19.8",), "torch": ("2.11", "2.13")}
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="a ds_config.json: show what its zipccl section means")
+    parser.add_argument("--json", metavar="FILE", help="also write the report here")
+
+
+def _versions() -> list[dict]:
+    rows = [{"name": "zipscape", "version": __version__, "compatible": True, "reason": f"frame format {FORMAT_VERSION}"}]
+    for name in ("torch", "deepspeed", "pydantic", "numpy", "triton"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            rows.append({"name": name, "version": None, "compatible": name == "triton", "reason": "not installed"})
+            continue
+        tested = TESTED.get(name)
+        good = tested is None or any(version.split("+")[0] == t or version.startswith(t + ".") for t in tested)
+        rows.append({"name": name, "version": version, "compatible": good,
+                     "reason": None if good else f"tested with {', '.join(tested)}"})
+    return rows
+
+
+def _activation() -> dict:
+    names = [e.name for e in importlib.metadata.entry_points(group="torch.backends")]
+    return {"entry_point": "zipscape" in names, "disabled_by_environment": activate.disabled(), "failures": list(activate.failures)}
+
+
+def _settings(path: str | None) -> dict | None:
+    if path is None:
+        return None
+    try:
+        document = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(describe("cannot read the DeepSpeed configuration", got=str(error), where=path,
+                                   expected="a JSON file")) from None
+    section = document.get("zipccl")
+    return None if section is None else ZipcclConfig.from_section(section).model_dump()
+
+
+def collect(config_path: str | None = None) -> dict:
+    """The report as plain data."""
+    settings = _settings(config_path)
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    return {
+        "rows": _versions(),
+        "kernels": loader.report(),
+        "best_kernels": {device_type: loader.resolve("best", device_type)},
+        "dtypes": [row.name for row in dtypes.TABLE],
+        "machine": {"python": platform.python_version(), "system": platform.platform(), "device": device_type,
+                    "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]},
+        "activation": _activation(),
+        "settings": settings,
+    }
+
+
+def run(args) -> int:
+    data = collect(args.config)
+    console = Console()
+    table = Table("component", "version", "compatible", "note", title="ds_zipccl report", title_justify="left")
+    for row in data["rows"]:
+        table.add_row(row["name"], row["version"] or "-", "yes" if row["compatible"] else "NO", row["reason"] or "")
+    for name, kernels in data["kernels"].items():
+        best = " (best here)" if name in data["best_kernels"].values() else ""
+        table.add_row(f"kernels: {name}{best}", "/".join(kernels["devices"]), "yes" if kernels["available"] else "NO",
+                      kernels["reason"] or "")
+    activation = data["activation"]
+    note = "; ".join(activation["failures"]) or ("off: ZIPSCAPE_DISABLE=1" if activation["disabled_by_environment"] else "")
+    table.add_row("activation from ds_config.json", "-", "yes" if activation["entry_point"] and not note else "NO", note)
+    console.print(table)
+    if args.config:
+        settings = data["settings"]
+        console.print(f"{args.config}: " + ("no zipccl section: collectives stay native" if settings is None else ""))
+        for key, value in (settings or {}).items():
+            console.print(f"  {key} = {json.dumps(value)}")
+    if args.json:
+        write_json(args.json, data, command="ds_zipccl report")
+        console.print(f"written to {args.json}")
+    return 0

@@ -1,0 +1,21 @@
+"""DeepSpeed ZeRO 1, 2, 3 through the zipped front, on gloo: bit-equal to native at 2 ranks, the documented sum beyond."""
+import pytest
+
+from tests.helpers.ranks import assert_ok
+
+MODULE = "tests.train.zero_cases"
+CASES = ("case_stage_1_fp32", "case_stage_1_bf16", "case_stage_2_fp32", "case_stage_2_bf16", "case_script_without_section",
+         "case_second_engine_with_other_section_is_refused", "case_wrong_section_on_one_rank_is_an_error_on_all",
+         "case_stage_3_fp32", "case_stage_3_bf16", "case_stage_3_uses_the_rank_order_sum", "case_flipped_bit_changes_training")
+BEYOND_TWO = ("case_stage_2_bf16", "case_stage_3_bf16", "case_stage_3_uses_the_rank_order_sum")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks(case):
+    assert_ok(MODULE, CASES, 2, case)
+
+
+@pytest.mark.parametrize("case", BEYOND_TWO)
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_more_ranks(world_size, case):
+    assert_ok(MODULE, BEYOND_TWO, world_size, case)

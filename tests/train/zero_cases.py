@@ -1,0 +1,208 @@
+"""Cases run on every rank by test_zero.py: DeepSpeed training, native against zipped, in one process each. Stages 1-2 come before 3,
+because after a ZeRO-3 engine torch's F.linear stays replaced in the process."""
+import copy
+import hashlib
+
+import deepspeed
+import deepspeed.comm as deepspeed_dist
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_zipccl.backend import deepspeed_comm, deepspeed_hooks
+from ds_zipccl.collectives import reduce_scatter, transport
+from tests.helpers.bits import assert_same_bits
+
+WIDTH, VOCAB, STEPS = 96, 61, 4
+ZIPPED = {"enabled": True, "collectives": "always", "min_bytes": 1024}
+
+
+class Net(nn.Module):
+    """Embedding, three layers with an odd-sized bias, an untied head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), tokens.flatten())
+
+
+def settings(stage: int, dtype: str, **extra) -> dict:
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5,
+              "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+              "zero_optimization": {"stage": stage, "reduce_bucket_size": 20000, "stage3_param_persistence_threshold": 0,
+                                    "stage3_prefetch_bucket_size": 20000},
+              "steps_per_print": 10**9, **extra}
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    return config
+
+
+def train(config: dict, stage: int, steps: int = STEPS) -> tuple[str, str, dict]:
+    """(sha256 of the losses, sha256 of all parameters, zipccl statistics or {})."""
+    torch.manual_seed(0)
+    model = Net()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=copy.deepcopy(config))
+    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    losses, parameters = hashlib.sha256(), hashlib.sha256()
+    for _ in range(steps * engine.gradient_accumulation_steps()):
+        loss = engine(torch.randint(0, VOCAB, (4, 7), generator=generator))
+        engine.backward(loss)
+        engine.step()
+        losses.update(loss.item().hex().encode())
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
+        for parameter in model.parameters():
+            parameters.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    live = deepspeed_comm.live_runtime()
+    stats = live.stats.snapshot() if live else {}
+    engine.destroy()
+    deepspeed_hooks.deactivate()
+    return losses.hexdigest(), parameters.hexdigest(), stats
+
+
+def compare(stage: int, dtype: str, world_size: int) -> None:
+    native = train(settings(stage, dtype), stage)
+    zipped = train(settings(stage, dtype, zipccl=ZIPPED), stage)
+    control = train(settings(stage, dtype), stage)
+    assert native[:2] == control[:2], "native training is not repeatable here, so nothing can be compared"
+    assert not native[2] and zipped[2], "the section switched nothing on, or stayed on"
+    gather = zipped[2]["all_gather_into_tensor"]
+    if dtype == "bf16":
+        assert gather["calls_zipped"] > 0 and gather["zipped_raw_bytes"] / gather["zipped_wire_bytes"] > 1.1, gather
+        if stage == 3:
+            assert zipped[2]["reduce_scatter_tensor"]["calls_zipped"] > 0
+    else:
+        assert gather["calls_zipped"] == 0 and gather["native_reasons"].get("dtype"), gather
+    if world_size == 2 or stage < 3 or dtype == "fp32":      # beyond 2 ranks the reduction's order differs from native's
+        assert native[:2] == zipped[:2], f"stage {stage} {dtype}: losses or parameters differ from native"
+
+
+def case_stage_1_fp32(rank, world_size):
+    compare(1, "fp32", world_size)
+
+
+def case_stage_1_bf16(rank, world_size):
+    compare(1, "bf16", world_size)
+
+
+def case_stage_2_fp32(rank, world_size):
+    compare(2, "fp32", world_size)
+
+
+def case_stage_2_bf16(rank, world_size):
+    compare(2, "bf16", world_size)
+
+
+def case_script_without_section(rank, world_size):
+    """Nothing changes: DeepSpeed's own class, no runtime."""
+    train(settings(1, "bf16"), 1, steps=1)
+    assert deepspeed_comm.live_runtime() is None
+    assert type(deepspeed_dist.comm.cdb).__name__ == "TorchBackend"
+
+
+def case_second_engine_with_other_section_is_refused(rank, world_size):
+    model = Net()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(),
+                                      config=settings(1, "bf16", zipccl=ZIPPED))
+    other = Net()
+    try:
+        deepspeed.initialize(model=other, model_parameters=other.parameters(),
+                             config=settings(1, "bf16", zipccl={**ZIPPED, "min_bytes": 2048}))
+    except ValueError as error:
+        assert "second engine" in str(error)
+    else:
+        raise AssertionError("not refused")
+    engine.destroy()
+    deepspeed_hooks.deactivate()
+
+
+def _refused(section, rank, world_size) -> str:
+    model = Net()
+    try:
+        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings(1, "bf16", zipccl=section))
+    except Exception as error:
+        texts = [None] * world_size
+        dist.all_gather_object(texts, str(error))
+        assert len(set(texts)) == 1, f"ranks were told different things: {texts}"
+        assert deepspeed_comm.live_runtime() is None
+        return str(error)
+    raise AssertionError(f"accepted: {section}")
+
+
+def case_wrong_section_on_one_rank_is_an_error_on_all(rank, world_size):
+    """C130: one clear error, the same on every rank, before any collective."""
+    text = _refused({"enabled": True, "min_bytez": 3} if rank == 1 else ZIPPED, rank, world_size)
+    assert "min_bytez" in text and "rank 1" in text, text
+    text = _refused({"enabled": True, "min_bytes": -5}, rank, world_size)
+    assert "min_bytes" in text and "-5" in text and "greater than or equal to 0" in text, text
+    text = _refused({**ZIPPED, "min_bytes": 1024 + rank}, rank, world_size)
+    assert "min_bytes" in text, text
+    text = _refused({"enabled": True, "kernels": "cuda"}, rank, world_size)
+    assert "cuda" in text, text
+
+
+def case_stage_3_fp32(rank, world_size):
+    compare(3, "fp32", world_size)
+
+
+def case_stage_3_bf16(rank, world_size):
+    compare(3, "bf16", world_size)
+
+
+def case_stage_3_uses_the_rank_order_sum(rank, world_size):
+    """The gradients of a ZeRO-3 step are the documented sum, whatever the number of ranks: checked call by call."""
+    checked = []
+    inner = reduce_scatter.SPEC.zipped
+
+    def checking(call, launch, codec):
+        everything = torch.empty(world_size, call.input.numel(), dtype=call.input.dtype)
+        transport.all_gather_bytes(everything.view(torch.uint8).view(-1), call.input.view(torch.uint8).view(-1), call.group).wait()
+        rows = everything.view(world_size, world_size, -1)[:, rank].float()
+        total = rows[0].clone()
+        for row in rows[1:]:
+            total += row
+        work, finish = inner(call, launch, codec)
+
+        def finish_and_check():
+            finish()
+            expected = total.bfloat16()
+            expected.view(torch.int16)[total.isnan()] = 0x7FC0      # garbage padding sums to NaNs
+            assert_same_bits(call.output.view(-1), expected, "reduce-scatter")
+            checked.append(call.output.numel())
+
+        return work, finish_and_check
+
+    object.__setattr__(reduce_scatter.SPEC, "zipped", checking)
+    try:
+        train(settings(3, "bf16", zipccl=ZIPPED), 3, steps=2)
+    finally:
+        object.__setattr__(reduce_scatter.SPEC, "zipped", inner)
+    assert len(checked) > 3
+
+
+def case_flipped_bit_changes_training(rank, world_size):
+    """The comparison can fail: one bit a gather, flipped on the way, changes the hashes or is found corrupt."""
+    clean = train(settings(3, "bf16", zipccl=ZIPPED), 3, steps=2)
+    from ds_zipccl.collectives import all_gather
+    original, calls = all_gather.all_gather_bytes, []
+
+    def flipping(out, own, group):
+        work = original(out, own, group)
+        calls.append(1)
+        if 6 <= len(calls) <= 9:               # the first forward's; the five before it belong to the engine's set-up
+            work.wait()
+            out.view(world_size, -1)[(rank + 1) % world_size, -128 - 1024] ^= 0x80      # sign of the first element of the last block
+        return work
+
+    all_gather.all_gather_bytes = flipping
+    try:
+        flipped = train(settings(3, "bf16", zipccl=ZIPPED), 3, steps=2)
+    finally:
+        all_gather.all_gather_bytes = original
+    assert len(calls) >= 9 and flipped[0] != clean[0], "a flipped bit went unseen"

@@ -1,0 +1,170 @@
+"""The CUDA source without a GPU: nvcc compiles it for every architecture we name, and a CPU runs it, one fiber a thread, against the
+reference's bytes. Races and speed need a GPU: benchmarks/gpu_codec.py."""
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_zipccl.codec import format as fmt
+from ds_zipccl.codec.dtypes import TABLE
+from ds_zipccl.errors import FrameError
+from ds_zipccl.kernels import impl_reference, nvrtc
+from ds_zipccl.kernels.cuda_calls import CudaCalls, packed_geometry, workspace_words
+from zipscape.errors import BuildError
+from zipscape.op_builder import toolchain
+from zipscape.op_builder.base import csrc_dir
+from zipscape.op_builder.zipccl import ZIPCCL_CUDA
+
+CSRC = csrc_dir()
+BITS = {2: torch.int16, 4: torch.int32}
+BF16 = TABLE[0]
+DTYPES = pytest.mark.parametrize("dtype", TABLE, ids=lambda row: row.name)
+SIZES = (0, 1, 3, 1023, 1025, 32768, 32769, 70001)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("source", sorted(CSRC.glob("*/*.cu")), ids=lambda path: path.name)
+def test_nvcc_compiles(source: Path, arch: str, tmp_path):
+    try:
+        nvcc = toolchain.find("nvcc")
+    except BuildError as error:
+        pytest.skip(f"nvcc is not installed: {error}")
+    subprocess.run([*nvcc, "-cubin", f"-arch={arch}", "-std=c++17", "-Werror", "all-warnings", f"-I{CSRC}", str(source), "-o",
+                    str(tmp_path / "out.cubin")], check=True, timeout=300)
+
+
+def test_nvrtc_compiles():
+    try:
+        nvrtc._find_nvrtc()
+    except BuildError as error:
+        pytest.skip(f"NVRTC is not installed: {error}")
+    assert nvrtc.compile_cubin(ZIPCCL_CUDA.source_paths()[0], "sm_90")[:4] == b"\x7fELF"
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory) -> CudaCalls:
+    target = tmp_path_factory.mktemp("emulated") / "zipccl.so"
+    subprocess.run([*toolchain.find("c++"), "-x", "c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing",
+                    "-DZIPSCAPE_EMULATE", f"-I{CSRC}", str(ZIPCCL_CUDA.source_paths()[0]), "-o", str(target)], check=True, timeout=300)
+    return CudaCalls(ctypes.CDLL(str(target)))
+
+
+def make(kind: str, n: int, dtype, seed: int = 0) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    z = torch.randn(n, generator=g)
+    if kind == "bits":
+        width = 8 * dtype.itemsize - 1
+        return torch.randint(-(1 << width), 1 << width, (n,), generator=g).to(BITS[dtype.itemsize]).view(dtype.torch_dtype)
+    scale = {"gauss": 0.02, "zeros": 0.0, "sparse": 0.02 * (torch.rand(n, generator=g) > 0.1),
+             "tail": torch.exp(2 * torch.randn(n, generator=g))}[kind]
+    return (z * scale).to(dtype.torch_dtype)
+
+
+def rows_of(kind: str, rows: int, n: int, dtype, offset: int) -> torch.Tensor:
+    """[rows, n], each row a gap away from the next and, unless offset is 0, not on a 16-byte address."""
+    x = torch.empty(rows * (n + 3) + offset, dtype=dtype.torch_dtype)[offset:].view(rows, n + 3)[:, :n]
+    for i in range(rows):
+        x[i] = make(kind, n, dtype, i)
+    return x
+
+
+def encode(calls, x, g, skip=-1):
+    stride = fmt.align(g.frame_bytes)
+    frames = torch.full((x.shape[0], stride), 0xA5, dtype=torch.uint8)
+    status, workspace = torch.full((1,), -1, dtype=torch.int32), torch.zeros(workspace_words(x.shape[0], g), dtype=torch.int32)
+    calls.encode(g, x.data_ptr(), x.stride(0) * g.itemsize, frames.data_ptr(), stride, x.shape[0], skip, status.data_ptr(),
+                 workspace.data_ptr(), 0)
+    assert not workspace.any(), "the workspace must be clean for the next call"
+    return frames, status
+
+
+def reference_encode(x, g, skip=-1):
+    frames = torch.full((x.shape[0], fmt.align(g.frame_bytes)), 0xA5, dtype=torch.uint8)
+    status = torch.full((1,), -1, dtype=torch.int32)
+    impl_reference.encode(x, frames, status, g, skip)
+    return frames, status
+
+
+def decode(calls, frames, out, g, skip=-1) -> int:
+    errors = torch.zeros(1, dtype=torch.int32)
+    calls.decode(g, frames.data_ptr(), frames.stride(0), out.data_ptr(), out.stride(0) * g.itemsize, out.shape[0], skip,
+                 errors.data_ptr(), 0)
+    return int(errors)
+
+
+def check(calls, x, g, skip=-1):
+    item = g.itemsize
+    frames, status = encode(calls, x, g, skip)
+    expected, expected_status = reference_encode(x, g, skip)
+    assert torch.equal(status, expected_status)
+    assert torch.equal(frames, expected), f"first difference at {(frames != expected).nonzero()[0].tolist()}"
+    if int(status) >> 16:
+        return
+    whole = torch.zeros_like(x.new_empty(x.shape[0], x.shape[1] + 3))
+    out = whole[:, :x.shape[1]]
+    assert decode(calls, frames, out, g, skip) == 0
+    kept = [i for i in range(x.shape[0]) if i != skip]
+    assert torch.equal(out[kept].view(BITS[item]), x[kept].view(BITS[item]))
+    assert not whole[:, x.shape[1]:].view(BITS[item]).any(), "nothing may be written behind a row"
+    own = max(skip, 0)
+    total, expected_total, errors = torch.empty_like(x[0]), torch.empty_like(x[0]), torch.zeros(1, dtype=torch.int32)
+    calls.decode_reduce(g, frames.data_ptr(), frames.stride(0), x.shape[0], x[own].data_ptr(), own, total.data_ptr(), errors.data_ptr(), 0)
+    impl_reference.decode_reduce(frames, x[own], own, expected_total, g)
+    assert int(errors) == 0 and torch.equal(total.view(BITS[item]), expected_total.view(BITS[item]))
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["gauss", "sparse", "zeros", "tail", "bits"])
+def test_bytes_equal_the_reference(emulated, dtype, kind):
+    for n in SIZES:
+        for capacity, spill in ((35, 64), (20, 2048)):
+            rows = 2 + n % 2
+            check(emulated, rows_of(kind, rows, n, dtype, n % 3), fmt.layout(dtype, n, capacity, spill), skip=n % (rows + 1) - 1)
+
+
+@DTYPES
+def test_capacities_and_given_windows(emulated, dtype):
+    for capacity, spill in ((0, 0), (0, 40000), (60, 0), (1024, 64)):          # slots beyond what a CTA stages, none at all
+        check(emulated, rows_of("tail", 1, 5000, dtype, 0), fmt.layout(dtype, 5000, capacity, spill))
+    for lo in (0, dtype.bias - 8, dtype.top_lo):
+        check(emulated, rows_of("sparse", 9, 5000, dtype, 1), fmt.layout(dtype, 5000, 1024, 0, lo), skip=4)
+
+
+def test_every_bf16_pattern(emulated):
+    x = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16).view(1, -1)
+    check(emulated, x, fmt.layout(BF16, x.shape[1], 1024, 0))
+
+
+def test_spills_of_many_tiles_over_two_groups(emulated):
+    n = 32768 * 260 + 77
+    x = make("gauss", n, BF16).view(1, -1)
+    check(emulated, x, fmt.layout(BF16, n, 22, 600))           # fits the sub-pools
+    check(emulated, x, fmt.layout(BF16, n, 22, 64))            # overflows them
+
+
+def test_corrupt_metadata_is_reported_as_by_the_reference(emulated):
+    x = rows_of("gauss", 1, 40000, BF16, 0)
+    g = fmt.layout(BF16, x.shape[1], 22, 600)
+    good, _ = encode(emulated, x, g)
+    out, silent = torch.empty_like(x), 0
+    generator = torch.Generator().manual_seed(5)
+    places = [*range(128 + 16 + 4 * 32), *range(g.tile_bytes + 128, g.tile_bytes + 128 + 16 + 4 * g.last_blocks), 128 + g.codes_offset]
+    for place in places:
+        frames = good.clone()
+        frames[0, place] ^= 1 << int(torch.randint(8, (1,), generator=generator))
+        try:
+            impl_reference.decode(frames, out, g)
+            expected = False
+        except FrameError:
+            expected = True
+        assert (decode(emulated, frames, out, g) != 0) == expected, f"byte {place}"
+        silent += not expected
+    assert silent < len(places) / 2            # a changed window base, need or reserved byte cannot be seen
+
+
+def test_workspace_size_is_the_same_on_both_sides(emulated):
+    g = fmt.layout(BF16, 40_000_000)
+    assert emulated.library.zipccl_cuda_workspace_words(3, g.num_groups, g.num_tiles) == workspace_words(3, g)
+    assert len(packed_geometry(g)) == 8 * len(g.ints) + 128

@@ -1,0 +1,46 @@
+"""The DeepSpeed front against the base class it subclasses: same methods, same signatures, same decorators."""
+import ast
+import inspect
+import textwrap
+
+import pytest
+from deepspeed.comm.torch import TorchBackend
+
+from ds_zipccl.backend.deepspeed_comm import ZippedCollectives
+from ds_zipccl.collectives.registry import specs
+from ds_zipccl.collectives.runtime import Runtime
+from ds_zipccl.config import OPS, CollectiveChoices
+
+OVERRIDES = [name for name, value in vars(ZippedCollectives).items() if inspect.isfunction(value) and not name.startswith("_")]
+assert Runtime                          # importing it registers the collectives
+
+
+def test_every_registered_collective_is_overridden_and_configurable():
+    assert set(specs()) == set(OPS) == set(CollectiveChoices.model_fields)
+    assert set(specs()) <= set(OVERRIDES)
+
+
+def methods(cls) -> dict[str, ast.FunctionDef]:
+    """The methods as written: the base class wraps them, so that inspect sees only the wrapper."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    return {node.name: node for node in tree.body[0].body if isinstance(node, ast.FunctionDef)}
+
+
+OURS, BASE = methods(ZippedCollectives), methods(TorchBackend)
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_override_has_the_base_signature(name):
+    ours, base = OURS[name].args, BASE[name].args
+    assert [a.arg for a in ours.args] == [a.arg for a in base.args]
+    assert len(ours.defaults) == len(base.defaults)
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_override_keeps_the_compiler_decorator(name):
+    """Methods that torch.compile must not trace are marked on the base class; an override that drops the mark would be traced."""
+    def marked(node):
+        return "disable_compiler_collective" in [ast.unparse(d) for d in node.decorator_list]
+
+    assert marked(OURS[name]) == marked(BASE[name])
+    assert marked(BASE["all_reduce"]), "the base class no longer marks its methods this way"

@@ -66,7 +66,8 @@ def _make_venv(venv: Path) -> None:
         _say(f"{venv.name} is incomplete; making it again")
         shutil.rmtree(venv)
     command = [sys.executable, "-m", "venv", str(venv)]
-    outside = _torch_version(sys.executable)
+    # A virtual environment that is not active lends nothing: the new one is made from the Python below it.
+    outside = _torch_version(sys.executable) if sys.prefix == sys.base_prefix else ""
     if outside and _is_suitable(outside):
         _say(f"this machine's torch {outside} is suitable and is used")
         command.insert(3, "--system-site-packages")

@@ -78,7 +78,7 @@ def test_torch_that_is_installed_suits_the_machine(setup_env, asked, venv, monke
 def test_new_environment_sees_a_suitable_torch_of_the_machine(setup_env, tmp_path, monkeypatch):
     for number, (version, expected) in enumerate((("2.12.0", "true"), ("2.9.1", "false"), ("", "false"))):
         monkeypatch.setattr(setup_env, "_torch_version", lambda python, version=version: version)
-        monkeypatch.setattr(setup_env, "_python", lambda venv: venv / "bin" / "python")
+        monkeypatch.setattr(sys, "prefix", sys.base_prefix)
         setup_env._make_venv(tmp_path / str(number))
         config = (tmp_path / str(number) / "pyvenv.cfg").read_text()
         assert f"include-system-site-packages = {expected}" in config

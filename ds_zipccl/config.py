@@ -8,18 +8,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from zipscape.errors import ConfigError, describe
 
 Choice = Literal["adaptive", "always", "never"]
-OPS = ("all_gather_into_tensor", "reduce_scatter_tensor")
+FAMILIES = ("all_gather", "reduce_scatter")
 
 
 class CollectiveChoices(BaseModel):
     """What to do per collective; one string in place of this object sets all of them."""
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    all_gather_into_tensor: Choice = "adaptive"
+    all_gather: Choice = "adaptive"
     """ZeRO's parameter gathers. "always": zipped whenever eligible; "never": native; "adaptive": whichever a probe
     finds faster."""
 
-    reduce_scatter_tensor: Choice = "adaptive"
+    reduce_scatter: Choice = "adaptive"
     """ZeRO-3's gradient reduction. Same words. "always" also fixes the arithmetic: the rank-order fp32 sum at any world
     size."""
 
@@ -54,7 +54,7 @@ class ZipcclConfig(BaseModel):
     @field_validator("collectives", mode="before")
     @classmethod
     def _one_word_for_all(cls, value):
-        return dict.fromkeys(OPS, value) if isinstance(value, str) else value
+        return dict.fromkeys(FAMILIES, value) if isinstance(value, str) else value
 
     @classmethod
     def from_section(cls, section) -> "ZipcclConfig":

@@ -52,8 +52,7 @@ def collectives_setting(num_ranks):
     """Beyond 2 ranks a zipped reduction is summed in rank order, which is not the native order: leave it native."""
     if num_ranks == 2:
         return "always"
-    return {"all_gather": "always", "all_to_all": "always", "broadcast": "always",
-            "reduce_scatter": "never", "all_reduce": "never"}
+    return {"all_gather": "always", "reduce_scatter": "never"}
 
 
 def write_configs(out, num_ranks):

@@ -10,7 +10,7 @@ PACKAGES = ("zipscape", "torch", "deepspeed", "numpy", "triton")
 
 def describe_machine(command: str) -> dict:
     """{"machine", "versions", "command", "date"} as plain data; the date is UTC."""
-    import torch      # not at module level: zipscape must stay light
+    import torch  # not at module level: zipscape must stay light
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}

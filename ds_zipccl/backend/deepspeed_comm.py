@@ -36,7 +36,8 @@ class ZippedCollectives:
         if pg is None:
             return native()
         call, spec = Call(op, output.detach(), data.detach(), pg, reduce_op), self._zipccl_specs[op]
-        reason = reason_for_native(self.zipccl.config, op, world_size=pg.size(), output=call.output, data=call.input,
+        choice = getattr(self.zipccl.config.collectives, spec.family)
+        reason = reason_for_native(self.zipccl.config, choice, world_size=pg.size(), output=call.output, data=call.input,
                                    whole_numel=spec.whole_numel(call), shapes_match=spec.shapes_match(call), reduce_op=reduce_op)
         work = self.zipccl.run(call, reason)
         if work is None:

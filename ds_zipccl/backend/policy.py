@@ -26,15 +26,15 @@ REASONS = {
 }
 
 
-def reason_for_native(config: ZipcclConfig, op: str, *, world_size: int, output: torch.Tensor, data: torch.Tensor, whole_numel: int,
+def reason_for_native(config: ZipcclConfig, choice: str, *, world_size: int, output: torch.Tensor, data: torch.Tensor, whole_numel: int,
                       shapes_match: bool, reduce_op=None) -> str | None:
-    """None if the call may be zipped, else a key of REASONS.
+    """None if the call may be zipped, else a key of REASONS. ``choice``: what the configuration says for this collective.
 
     Only shapes, dtypes and settings decide: all ranks of a group come to the same answer, without talking.
     """
     if world_size == 1:
         return "world_size_1"
-    if getattr(config.collectives, op) == "never":
+    if choice == "never":
         return "never"
     if data.dtype not in WORTHWHILE or data.dtype not in BY_TORCH:
         return "dtype"

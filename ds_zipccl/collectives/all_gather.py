@@ -52,7 +52,7 @@ def _make_tensors(rank: int, world_size: int, row_numel: int, dtype: torch.dtype
 
 
 SPEC = register(CollectiveSpec(
-    name="all_gather_into_tensor", reduces=False,
+    name="all_gather_into_tensor", family="all_gather", reduces=False,
     row_numel=lambda call: call.input.numel(),
     whole_numel=lambda call: call.output.numel(),
     shapes_match=lambda call: call.output.numel() == call.input.numel() * call.world_size and call.output.dtype == call.input.dtype,

@@ -63,7 +63,7 @@ def _make_tensors(rank: int, world_size: int, row_numel: int, dtype: torch.dtype
 
 
 SPEC = register(CollectiveSpec(
-    name="reduce_scatter_tensor", reduces=True,
+    name="reduce_scatter_tensor", family="reduce_scatter", reduces=True,
     row_numel=lambda call: call.output.numel(),
     whole_numel=lambda call: call.input.numel(),
     shapes_match=lambda call: call.input.numel() == call.output.numel() * call.world_size and call.output.dtype == call.input.dtype,

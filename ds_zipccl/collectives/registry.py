@@ -29,16 +29,18 @@ class Call:
 class CollectiveSpec:
     """A collective that can be zipped.
 
-    ``reduces``: whether arithmetic is done. ``row_numel(call)``: elements that go to one peer, the size of one frame;
-    ``whole_numel(call)``: elements of the whole tensor (gather output, scatter input). ``shapes_match(call)``: whether
-    output and input fit together. ``native(call)``: the torch collective, asynchronous, returns a Work. ``zipped(call,
-    launch, codec)``: encodes and queues the payload; returns its Work and the function that fills the output.
-    ``resend(call, launch)``: the same result over the side channel without frames. ``uncompressed(call)``: the same
-    result on the call's own group without frames, where that differs from native. ``bus_factor(world)``: busbw = algbw
-    x factor, as in nccl-tests. ``make_tensors(rank, world, row_numel, dtype, device)``: (output, input) whose result is
-    exact in any order of summation.
+    ``family``: its key in the configuration's ``collectives``. ``reduces``: whether arithmetic is done.
+    ``row_numel(call)``: elements that go to one peer, the size of one frame; ``whole_numel(call)``: elements of the
+    whole tensor (gather output, scatter input). ``shapes_match(call)``: whether output and input fit together.
+    ``native(call)``: the torch collective, asynchronous, returns a Work. ``zipped(call, launch, codec)``: encodes and
+    queues the payload; returns its Work and the function that fills the output. ``resend(call, launch)``: the same
+    result over the side channel without frames. ``uncompressed(call)``: the same result on the call's own group without
+    frames, where that differs from native. ``bus_factor(world)``: busbw = algbw x factor, as in nccl-tests.
+    ``make_tensors(rank, world, row_numel, dtype, device)``: (output, input) whose result is exact in any order of
+    summation.
     """
     name: str
+    family: str
     reduces: bool
     row_numel: Callable[[Call], int]
     whole_numel: Callable[[Call], int]

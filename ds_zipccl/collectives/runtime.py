@@ -102,7 +102,7 @@ class Runtime:
 
     def _choose(self, spec: CollectiveSpec, call: Call, state: GroupState) -> str | None:
         """None: zipped. Else the reason for native."""
-        choice = getattr(self.config.collectives, call.op)
+        choice = getattr(self.config.collectives, spec.family)
         if choice == "always":
             return None
         if spec.reduces and call.world_size > 2 and self.config.deterministic_reduce:

@@ -9,7 +9,7 @@ pytest.importorskip("mpi4py", reason="mpi4py is not installed: these tests run u
 if "OMPI_COMM_WORLD_SIZE" not in os.environ:
     pytest.skip("not started by mpirun: use `make test-mpi`", allow_module_level=True)
 
-from tests.train import zero_cases  # noqa: E402
+from tests.train import zero_cases
 
 
 @pytest.fixture(scope="session", autouse=True)

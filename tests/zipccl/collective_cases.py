@@ -30,7 +30,8 @@ def launch(live, op, output, data, group=None, reduce_op=None):
     """Launches as a front does; returns the Work, or None where the call must go native."""
     call = Call(op, output, data, group or dist.group.WORLD, reduce_op)
     spec = specs()[op]
-    reason = reason_for_native(live.config, op, world_size=call.world_size, output=output, data=data,
+    choice = getattr(live.config.collectives, spec.family)
+    reason = reason_for_native(live.config, choice, world_size=call.world_size, output=output, data=data,
                                whole_numel=spec.whole_numel(call), shapes_match=spec.shapes_match(call), reduce_op=reduce_op)
     return live.run(call, reason)
 

@@ -16,9 +16,9 @@ def test_one_word_sets_all_collectives():
 
 
 def test_choice_per_collective_keeps_the_others_default():
-    config = ZipcclConfig.from_section({"collectives": {"reduce_scatter_tensor": "never"}})
-    assert config.collectives == CollectiveChoices(reduce_scatter_tensor="never")
-    assert config.collectives.all_gather_into_tensor == "adaptive"
+    config = ZipcclConfig.from_section({"collectives": {"reduce_scatter": "never"}})
+    assert config.collectives == CollectiveChoices(reduce_scatter="never")
+    assert config.collectives.all_gather == "adaptive"
 
 
 @pytest.mark.parametrize("section, words", [
@@ -27,9 +27,9 @@ def test_choice_per_collective_keeps_the_others_default():
     ({"min_bytes": "1024"}, ["min_bytes = '1024'", "integer"]),
     ({"min_bytes": True}, ["min_bytes = True", "integer"]),
     ({"enabled": "yes"}, ["enabled = 'yes'", "boolean"]),
-    ({"collectives": "sometimes"}, ["collectives.all_gather_into_tensor = 'sometimes'", "'adaptive', 'always' or 'never'"]),
+    ({"collectives": "sometimes"}, ["collectives.all_gather = 'sometimes'", "'adaptive', 'always' or 'never'"]),
     ({"collectives": "auto"}, ["'auto'", "'adaptive'"]),
-    ({"collectives": {"all_gater": "always"}}, ["collectives.all_gater", "unknown field", "all_gather_into_tensor"]),
+    ({"collectives": {"all_gater": "always"}}, ["collectives.all_gater", "unknown field", "all_gather"]),
     ({"kernels": "avx"}, ["kernels = 'avx'", "'reference'"]),
     ({"max_workspace_bytes": 5}, ["max_workspace_bytes = 5", "1048576"]),
     ({"min_bytes": -1, "log": 3}, ["min_bytes = -1", "log = 3"]),

@@ -1,7 +1,7 @@
 """Counters and the per-step log."""
 import json
 
-from ds_zipccl.stats import StepLog, Stats
+from ds_zipccl.stats import Stats, StepLog
 
 
 def test_bytes_ratio_and_reasons():

@@ -1,4 +1,5 @@
-"""Builds and registers kernel sets, and chooses one: by name, or the best for a device. No choice falls back silently."""
+"""Builds and registers kernel sets, and chooses one: by name, or the best for a device. No choice falls back
+silently."""
 import functools
 import logging
 
@@ -9,7 +10,7 @@ from zipscape.errors import BuildError, describe
 log = logging.getLogger("ds_zipccl")
 
 # best first; each entry: name, device types it serves, module with load() -> functions
-PREFERENCE = (("cpu", ("cpu",), "impl_cpu"), ("reference", ("cpu", "cuda"), "impl_reference"))
+PREFERENCE = (("cpu", ("cpu",), "impl_cpu"), ("cuda", ("cuda",), "impl_cuda"), ("reference", ("cpu", "cuda"), "impl_reference"))
 NAMES = tuple(name for name, _, _ in PREFERENCE)
 
 ops.register("reference", impl_reference, ("cpu", "cuda"))
@@ -17,7 +18,8 @@ ops.register("reference", impl_reference, ("cpu", "cuda"))
 
 @functools.cache
 def load(name: str) -> str | None:
-    """Builds (at first use) and registers the set ``name``. Returns None, or why it is not available: tried once a process."""
+    """Builds (at first use) and registers the set ``name``. Returns None, or why it is not available: tried once a
+    process."""
     if name == "reference":
         return None
     for known, device_types, module in PREFERENCE:
@@ -34,8 +36,8 @@ def load(name: str) -> str | None:
 def resolve(requested: str, device_type: str) -> str:
     """The name of the kernel set to use on ``device_type`` ("cpu" or "cuda").
 
-    ``requested`` "best" takes the first available of PREFERENCE and logs once what it had to pass over; any other name is taken
-    literally. Raises KernelError when the named set is not available or does not serve the device.
+    ``requested`` "best" takes the first available of PREFERENCE and logs once what it had to pass over; any other name
+    is taken literally. Raises KernelError when the named set is not available or does not serve the device.
     """
     if requested != "best":
         reason = load(requested)
@@ -61,7 +63,8 @@ def _best(device_type: str) -> str:
 
 
 def report() -> dict[str, dict]:
-    """What is available: {name: {"available": bool, "devices": [...], "reason": str or None}}. Builds what is not built yet."""
+    """What is available: {name: {"available": bool, "devices": [...], "reason": str or None}}. Builds what is not built
+    yet."""
     rows = {}
     for name, device_types, _ in PREFERENCE:
         reason = load(name)

@@ -1,0 +1,300 @@
+"""The codec on one GPU: exactness first, then speed against the copy floor, all in one run.
+
+    python benchmarks/gpu_codec.py [--json FILE] [--quick] [--impls cuda,triton] [--part exact|speed|ratio|all] [--nvcomp FOLDER]
+
+Speed is GPU time from CUDA-graph replay over rotating buffers that together exceed the L2 cache. GB/s = 1e9 uncompressed bytes a second.
+The floor of a call is (bytes it must read + bytes it must write) / copy speed at that size, the better of two copies of this run.
+"""
+import argparse
+import datetime
+import json
+import math
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+from ds_zipccl.codec import format as fmt
+from ds_zipccl.codec.dtypes import BY_TORCH, TABLE
+from ds_zipccl.kernels import impl_reference, loader, ops
+from ds_zipccl.kernels.rank_order import sum_in_order
+
+MIB = 1 << 20
+BITS = {2: torch.int16, 4: torch.int32}
+BF16 = BY_TORCH[torch.bfloat16]
+L2_MULTIPLE_BYTES = 512 * MIB
+ROWS: list[dict] = []
+
+
+def row(**fields) -> None:
+    ROWS.append(fields)
+
+
+def make(kind: str, n: int, dtype, sigma: float = 0.02, seed: int = 0) -> torch.Tensor:
+    g = torch.Generator("cuda").manual_seed(seed)
+    if kind == "bits":
+        width = 8 * dtype.itemsize - 1
+        return torch.randint(-(1 << width), 1 << width, (n,), generator=g, device="cuda").to(BITS[dtype.itemsize]).view(dtype.torch_dtype)
+    z = torch.randn(n, generator=g, device="cuda") * sigma
+    if kind in ("zeros10", "zeros90"):
+        z *= torch.rand(n, generator=g, device="cuda") > (0.1 if kind == "zeros10" else 0.9)
+    if kind == "tail":
+        z *= torch.exp(2 * torch.randn(n, generator=g, device="cuda"))
+    if kind == "zeros":
+        z *= 0
+    if kind == "student3":
+        chi = sum(torch.randn(n, generator=g, device="cuda") ** 2 for _ in range(3))
+        z /= (chi / 3).sqrt()
+    return z.to(dtype.torch_dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    view = BITS.get(a.element_size(), torch.uint8)
+    return torch.equal(a.view(view), b.view(view))
+
+
+# ---- exactness
+
+def frames_of(impl, x, g, skip=-1):
+    frames = torch.full((x.shape[0], fmt.align(g.frame_bytes)), 0xA5, dtype=torch.uint8, device="cuda")
+    status = torch.full((1,), -1, dtype=torch.int32, device="cuda")
+    impl.encode(x, frames, status, g, skip)
+    return frames, int(status)
+
+
+def check_one(name, impl, kind, dtype, n, rows, skip, offset, capacity, spill) -> int:
+    """Number of things that differ from the reference."""
+    g = fmt.layout(dtype, n, capacity, spill)
+    x = torch.empty(rows * (n + 3) + offset, dtype=dtype.torch_dtype, device="cuda")[offset:].view(rows, n + 3)[:, :n]
+    for i in range(rows):
+        x[i] = make(kind, n, dtype, seed=i)
+    frames, status = frames_of(impl, x, g, skip)
+    expected, expected_status = frames_of(impl_reference, x, g, skip)
+    wrong = [what for what, ok in (("status", status == expected_status), ("bytes", torch.equal(frames, expected))) if not ok]
+    if not expected_status >> 16:
+        for source, reader, way in ((expected, impl, "decode"), (frames, impl_reference, "reference decode")):
+            out = torch.full((rows, n + 3), 1.5, dtype=dtype.torch_dtype, device="cuda")
+            reader.decode(source, out[:, :n], g, skip)
+            kept = [i for i in range(rows) if i != skip]
+            wrong += [way] * (not same(out[kept, :n], x[kept]) or not bool((out[:, n:] == 1.5).all()))
+        own, totals = max(skip, 0), [torch.full_like(x[0], 1.5).contiguous() for _ in range(2)]
+        impl.decode_reduce(expected, x[own], own, totals[0], g)
+        impl_reference.decode_reduce(expected, x[own], own, totals[1], g)
+        wrong += ["decode_reduce"] * (not same(*totals))
+        if hasattr(impl, "raise_on_error"):
+            impl.raise_on_error("cuda")
+    if wrong:
+        print(f"  WRONG {name} {kind} {dtype.name} n={n} rows={rows} skip={skip} offset={offset} c={capacity} s={spill}: {wrong}", flush=True)
+    return len(wrong)
+
+
+def exactness(impls: dict, quick: bool) -> int:
+    wrong = cases = 0
+    for name, impl in impls.items():
+        sizes = (0, 1, 1025, 70001) if quick else (0, 1, 3, 1023, 1024, 1025, 32768, 70001, 1 << 20)
+        kinds = ("gauss", "zeros10", "tail") if quick else ("gauss", "zeros10", "zeros", "tail", "bits", "student3")
+        for dtype in TABLE:
+            for n in sizes:
+                for kind in kinds:
+                    for capacity, spill in ((35, 64), (22, 2048)):
+                        rows = 2 + n % 2
+                        wrong += check_one(name, impl, kind, dtype, n, rows, n % (rows + 1) - 1, n % 3, capacity, spill)
+                        cases += 1
+        for capacity, spill in ((22, 600), (22, 64), (1024, 0)):
+            wrong += check_one(name, impl, "gauss", BF16, 32768 * 260 + 77, 1, -1, 0, capacity, spill)
+            cases += 1
+        x = torch.arange(1 << 16, device="cuda").to(torch.int16).view(torch.bfloat16).view(1, -1)
+        g = fmt.layout(BF16, x.shape[1], 1024, 0)
+        wrong += not torch.equal(frames_of(impl, x, g)[0], frames_of(impl_reference, x, g)[0])
+        row(op="parity", impl=name, dtype="all", dist="all", cases=cases, wrong=wrong)
+        print(f"exactness {name}: {cases} cases, {wrong} wrong", flush=True)
+    return wrong
+
+
+# ---- speed
+
+def graph_us(calls: list, reps: int = 9) -> float:
+    """Median GPU microseconds of one call; the calls follow each other in one graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls[:3]:
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    repeat = max(1, 8 // len(calls))
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(repeat):
+            for call in calls:
+                call()
+    times = []
+    for i in range(reps + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if i >= 2:
+            times.append(begin.elapsed_time(end) * 1e3 / (repeat * len(calls)))
+    return sorted(times)[len(times) // 2]
+
+
+def num_sets(size: int) -> int:
+    return max(2, min(192, L2_MULTIPLE_BYTES // size))
+
+
+def copy_speed(size: int) -> float:
+    """Bytes read + written a second."""
+    pairs = [(torch.randint(1 << 30, (size // 4,), dtype=torch.int32, device="cuda"), torch.empty(size // 4, dtype=torch.int32, device="cuda"))
+             for _ in range(num_sets(size))]
+    ways = {"memcpy": [lambda a=a, b=b: b.copy_(a) for a, b in pairs],
+            "elementwise": [lambda a=a, b=b: torch.bitwise_not(a, out=b) for a, b in pairs]}
+    speeds = {way: 2 * size / graph_us(calls) * 1e6 for way, calls in ways.items()}
+    row(op="copy", impl="torch", bytes=size, **{f"{way}_gbs": speed / 1e9 for way, speed in speeds.items()})
+    return max(speeds.values())
+
+
+def report(op, name, dtype, kind, size, us, moved, copy, frame_bytes, wrong, **more):
+    gbs, share = size / us / 1e3, moved / copy * 1e6 / us
+    row(op=op, impl=name, dtype=dtype.name, dist=kind, bytes=size, time_us=us, gbs=gbs, floor_share=share, wire_bytes=frame_bytes,
+        ratio=size / frame_bytes, wrong=wrong, **more)
+    print(f"  {op:14s} {name:7s} {dtype.name:8s} {kind:8s} {size / MIB:6.0f} MiB {us:9.1f} us {gbs:7.0f} GB/s {100 * share:4.0f} % of floor"
+          f"  ratio {size / frame_bytes:.4f}  wrong {wrong}", flush=True)
+
+
+def speed_of(name, impl, dtype, kind, size, copy):
+    n, sets = size // dtype.itemsize, num_sets(size)
+    g = fmt.layout(dtype, n)
+    xs = [make(kind, n, dtype, seed=i).view(1, -1) for i in range(sets)]
+    frames = [torch.empty(1, g.frame_bytes, dtype=torch.uint8, device="cuda") for _ in xs]
+    outs = [torch.full_like(x, 1.5) for x in xs]
+    status = torch.zeros(1, dtype=torch.int32, device="cuda")
+    worst = 0
+    for x, f, o in zip(xs, frames, outs, strict=True):
+        impl.encode(x, f, status, g)
+        worst = max(worst, int(status))
+        impl.decode(f, o, g)
+    wrong = sum(int((x.view(BITS[dtype.itemsize]) != o.view(BITS[dtype.itemsize])).sum()) for x, o in zip(xs, outs, strict=True))
+    encode_us = graph_us([lambda x=x, f=f: impl.encode(x, f, status, g) for x, f in zip(xs, frames, strict=True)])
+    decode_us = graph_us([lambda f=f, o=o: impl.decode(f, o, g) for f, o in zip(frames, outs, strict=True)])
+    more = {"overflow": worst >> 16, "need": worst & 0xFFFF}
+    report("compress", name, dtype, kind, size, encode_us, size + g.frame_bytes, copy, g.frame_bytes, wrong, **more)
+    report("decompress", name, dtype, kind, size, decode_us, size + g.frame_bytes, copy, g.frame_bytes, wrong, **more)
+
+
+def reduce_speed_of(name, impl, dtype, rows, size, copy):
+    """``size``: bytes of one row."""
+    n, sets = size // dtype.itemsize, max(2, num_sets(size) // rows)
+    g = fmt.layout(dtype, n)
+    status = torch.zeros(1, dtype=torch.int32, device="cuda")
+    xs = [torch.stack([make("gauss", n, dtype, seed=7 * i + r) for r in range(rows)]) for i in range(sets)]
+    frames = [torch.empty(rows, fmt.align(g.frame_bytes), dtype=torch.uint8, device="cuda") for _ in xs]
+    outs = [torch.empty_like(x[0]) for x in xs]
+    own = rows - 1
+    for x, f in zip(xs, frames, strict=True):
+        impl.encode(x, f, status, g, own)
+    calls = [lambda x=x, f=f, o=o: impl.decode_reduce(f, x[own], own, o, g) for x, f, o in zip(xs, frames, outs, strict=True)]
+    us = graph_us(calls)
+    expected = torch.empty_like(outs[0])
+    wrong = 0
+    for x, o in zip(xs, outs, strict=True):
+        sum_in_order(list(x), expected)
+        wrong += int((expected.view(BITS[dtype.itemsize]) != o.view(BITS[dtype.itemsize])).sum())
+    report("decode_reduce", name, dtype, "gauss", size, us, (rows - 1) * g.frame_bytes + 2 * size, copy, g.frame_bytes, wrong, rows=rows)
+
+
+def speed(impls: dict, quick: bool) -> None:
+    sizes = [s * MIB for s in ((16, 256) if quick else (1, 4, 16, 64, 256, 1024))]
+    copy = {size: copy_speed(size) for size in sizes}
+    for size, value in copy.items():
+        print(f"copy at {size / MIB:5.0f} MiB: {value / 1e9:.0f} GB/s read + written", flush=True)
+    for name, impl in impls.items():
+        for size in sizes:
+            speed_of(name, impl, BF16, "gauss", size, copy[size])
+        for rows in (2, 8):
+            for size in ((64 * MIB,) if rows == 8 or quick else (16 * MIB, 256 * MIB)):
+                reduce_speed_of(name, impl, BF16, rows, size, copy.get(size, copy[256 * MIB]))
+        if not quick:
+            for kind in ("zeros10", "student3", "bits"):
+                speed_of(name, impl, BF16, kind, 256 * MIB, copy[256 * MIB])
+            for dtype in TABLE[1:]:
+                speed_of(name, impl, dtype, "gauss", 256 * MIB, copy[256 * MIB])
+
+
+def host_cost(name, impl) -> None:
+    """Host microseconds to queue one call: small frames, so that the GPU is never behind."""
+    import time
+    g = fmt.layout(BF16, 1024)
+    x, f = make("gauss", 1024, BF16).view(1, -1), torch.empty(1, g.frame_bytes, dtype=torch.uint8, device="cuda")
+    status = torch.zeros(1, dtype=torch.int32, device="cuda")
+    for op, call in (("encode", lambda: impl.encode(x, f, status, g)), ("decode", lambda: impl.decode(f, x, g))):
+        best = math.inf
+        for _ in range(20):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(100):
+                call()
+            best = min(best, (time.perf_counter() - begin) / 100 * 1e6)
+        row(op=f"host_{op}", impl=name, dtype=BF16.name, time_us=best)
+        print(f"host time to queue {op} {name}: {best:.1f} us", flush=True)
+
+
+def ratios(impls: dict) -> None:
+    """Fixed ratio and need over a half-octave sweep of sigma."""
+    name, impl = next(iter(impls.items()))
+    n = 32 * MIB
+    g = fmt.layout(BF16, n)
+    frames, status = torch.empty(1, g.frame_bytes, dtype=torch.uint8, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
+    worst, worst_used = 0, math.inf
+    for step in range(-40, 21):
+        sigma = 2.0 ** (step / 2)
+        impl.encode(make("gauss", n, BF16, sigma).view(1, -1), frames, status, g)
+        word = int(status)
+        heads = frames[0, 128:128 + (g.num_tiles - 1) * g.tile_bytes].view(-1, g.tile_bytes)[:, :4].contiguous().view(torch.int32)
+        used = (g.num_tiles * (144 + 32 * 1408) + int(heads.sum()) + 128) or 1
+        worst, worst_used = max(worst, word), min(worst_used, 2 * n / used)
+        row(op="ratio", impl=name, dtype=BF16.name, dist="gauss", sigma=sigma, bytes=2 * n, ratio=2 * n / g.frame_bytes,
+            ratio_used=2 * n / used, need=word & 0xFFFF, overflow=word >> 16)
+    print(f"ratio over sigma 2^-20..2^10: fixed {2 * n / g.frame_bytes:.4f}, used >= {worst_used:.4f}, need <= {worst & 0xFFFF}, "
+          f"overflow {worst >> 16}", flush=True)
+
+
+def table() -> str:
+    lines = ["| op | impl | dtype | data | MiB | us | GB/s | % of copy floor | ratio | wrong |", "|---|---|---|---|---|---|---|---|---|---|"]
+    for r in ROWS:
+        if "floor_share" in r:
+            op = r["op"] + (f", {r['rows']} rows" if "rows" in r else "")
+            lines.append(f"| {op} | {r['impl']} | {r['dtype']} | {r['dist']} | {r['bytes'] // MIB} | {r['time_us']:.1f} | {r['gbs']:.0f} | "
+                         f"{100 * r['floor_share']:.0f} | {r['ratio']:.4f}{' (overflow)' if r.get('overflow') else ''} | {r['wrong']} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--impls", default="cuda")
+    parser.add_argument("--part", default="all", choices=("exact", "speed", "ratio", "all"))
+    args = parser.parse_args()
+    impls = {}
+    for name in args.impls.split(","):
+        loader.resolve(name, "cuda")
+        impls[name] = ops.kernel_set(name)
+    wrong = exactness(impls, args.quick) if args.part in ("exact", "all") else 0
+    if args.part in ("speed", "all"):
+        speed(impls, args.quick)
+        for name, impl in impls.items():
+            host_cost(name, impl)
+    if args.part in ("ratio", "all"):
+        ratios(impls)
+    meta = {"gpu": torch.cuda.get_device_name(), "driver_cuda": torch.version.cuda, "torch": torch.__version__,
+            "python": platform.python_version(), "command": "python benchmarks/gpu_codec.py " + " ".join(sys.argv[1:]),
+            "date": datetime.date.today().isoformat(), "impls": list(impls)}
+    if args.json:
+        args.json.write_text(json.dumps({"meta": meta, "rows": ROWS}, indent=1))
+        args.json.with_suffix(".md").write_text(f"{json.dumps(meta)}\n\n{table()}\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+// The device primitives our kernels are written in: CUDA's own under nvcc and NVRTC, one fiber a thread on a CPU
+// (ZIPSCAPE_EMULATE, common/emulate.h). No standard headers, so that the same source compiles under NVRTC.
+#ifndef ZIPSCAPE_DEVICE_CUH
+#define ZIPSCAPE_DEVICE_CUH
+
+#ifdef ZIPSCAPE_EMULATE
+#include "emulate.h"
+#elif !defined(__CUDACC_RTC__)
+#include <cuda_runtime.h>
+#endif
+
+namespace zipscape {
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+constexpr u32 kWarp = 32;
+constexpr u32 kAllLanes = 0xffffffffu;
+
+__device__ __forceinline__ u32 lane_id() { return threadIdx.x % kWarp; }
+__device__ __forceinline__ u32 warp_id() { return threadIdx.x / kWarp; }
+
+__device__ __forceinline__ u32 scan_inclusive(u32 value) {
+#pragma unroll
+    for (u32 distance = 1; distance < kWarp; distance *= 2) {
+        const u32 below = __shfl_up_sync(kAllLanes, value, distance);
+        if (lane_id() >= distance) value += below;
+    }
+    return value;
+}
+
+// Relaxed accesses that bypass L1: words other CTAs write or poll.
+__device__ __forceinline__ u32 load_shared_word(const u32* p) { return *(const volatile u32*)p; }
+__device__ __forceinline__ void store_shared_word(u32* p, u32 value) { *(volatile u32*)p = value; }
+
+// ---- floats as bits; every rounding is to nearest even, denormals are kept
+
+__device__ __forceinline__ float bf16_to_float(u32 bits) { return __uint_as_float(bits << 16); }
+
+#ifdef ZIPSCAPE_EMULATE
+__device__ __forceinline__ float half_to_float(u32 bits) { return emulate::half_to_float((u16)bits); }
+__device__ __forceinline__ u32 floats_to_bf16x2(float low, float high) {
+    return emulate::float_to_bf16(low) | (u32)emulate::float_to_bf16(high) << 16;
+}
+__device__ __forceinline__ u32 floats_to_halfx2(float low, float high) {
+    return emulate::float_to_half(low) | (u32)emulate::float_to_half(high) << 16;
+}
+#else
+__device__ __forceinline__ float half_to_float(u32 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((u16)bits));
+    return value;
+}
+__device__ __forceinline__ u32 floats_to_bf16x2(float low, float high) {
+    u32 bits;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+}
+__device__ __forceinline__ u32 floats_to_halfx2(float low, float high) {
+    u32 bits;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+}
+#endif
+
+}  // namespace zipscape
+
+#endif  // ZIPSCAPE_DEVICE_CUH

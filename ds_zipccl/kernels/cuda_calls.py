@@ -1,0 +1,84 @@
+"""The C interface of csrc/zipccl/codec.cu, through ctypes: addresses and sizes in, an error code out. Knows no device
+and no stream."""
+import ctypes
+import functools
+
+from ds_zipccl.errors import KernelError
+from ds_zipccl.kernels.geometry import Geometry
+from zipscape.errors import describe
+
+_P, _I = ctypes.c_void_p, ctypes.c_int64
+_ARGUMENTS = {
+    "zipccl_cuda_encode": [_P, _P, _I, _P, _I, _I, _I, _P, _P, _P],
+    "zipccl_cuda_decode": [_P, _P, _I, _P, _I, _I, _I, _P, _P],
+    "zipccl_cuda_decode_reduce": [_P, _P, _I, _I, _P, _I, _P, _P, _P],
+    "zipccl_cuda_globals": [ctypes.POINTER(_P), ctypes.POINTER(_I), ctypes.POINTER(_P)],
+    "zipccl_cuda_take_word": [_P, ctypes.POINTER(ctypes.c_uint32), _P],
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def packed_geometry(g: Geometry) -> bytes:
+    """The geometry as the kernels read it: its integers as int64, then the header's 128 bytes."""
+    return bytes((ctypes.c_int64 * len(g.ints))(*g.ints)) + g.header
+
+
+def workspace_words(num_rows: int, g: Geometry) -> int:
+    """u32 words of zeroed workspace that encode needs (``workspace_words`` in csrc/zipccl/frame.cuh, a test compares
+    both)."""
+    return 4 + num_rows * (4 + g.num_groups + g.num_tiles)
+
+
+class CudaCalls:
+    """The launchers of one loaded library. Addresses are of device memory, ``stream`` is a cudaStream_t; strides are
+    bytes.
+
+    Raises KernelError when CUDA refuses a launch.
+    """
+
+    def __init__(self, library: ctypes.CDLL):
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, ctypes.c_int
+        library.zipccl_cuda_workspace_words.argtypes = [_I, _I, _I]
+        library.zipccl_cuda_workspace_words.restype = _I
+        self.library = library
+        self._encode = library.zipccl_cuda_encode
+        self._decode = library.zipccl_cuda_decode
+        self._decode_reduce = library.zipccl_cuda_decode_reduce
+
+    def globals(self) -> tuple[int, int, int]:
+        """On the current device: address and number of the module's workspace words, address of its error word."""
+        workspaces, num_words, errors = _P(), _I(), _P()
+        code = self.library.zipccl_cuda_globals(ctypes.byref(workspaces), ctypes.byref(num_words), ctypes.byref(errors))
+        if code:
+            _refused("the module", code)
+        return workspaces.value, num_words.value, errors.value
+
+    def take_word(self, address: int, stream: int) -> int:
+        """Waits for ``stream``, reads the u32 at a device address and sets it to zero."""
+        word = ctypes.c_uint32()
+        code = self.library.zipccl_cuda_take_word(address, ctypes.byref(word), stream)
+        if code:
+            _refused("the reading of the error word", code)
+        return word.value
+
+    def encode(self, g, x, row_stride, frames, frame_stride, num_rows, skip, status, workspace, stream) -> None:
+        code = self._encode(packed_geometry(g), x, row_stride, frames, frame_stride, num_rows, skip, status, workspace, stream)
+        if code:
+            _refused("encode", code)
+
+    def decode(self, g, frames, frame_stride, out, row_stride, num_rows, skip, errors, stream) -> None:
+        code = self._decode(packed_geometry(g), frames, frame_stride, out, row_stride, num_rows, skip, errors, stream)
+        if code:
+            _refused("decode", code)
+
+    def decode_reduce(self, g, frames, frame_stride, num_rows, own, own_index, out, errors, stream) -> None:
+        code = self._decode_reduce(packed_geometry(g), frames, frame_stride, num_rows, own, own_index, out, errors, stream)
+        if code:
+            _refused("decode_reduce", code)
+
+
+def _refused(what: str, code: int) -> None:
+    raise KernelError(describe(f"CUDA refused to launch {what}", got=f"cudaError {code}",
+                               todo="run `ds_zipccl report`; error 209 or 222 means the library was built for another GPU"))

@@ -1,0 +1,158 @@
+"""The CUDA kernels (csrc/zipccl/codec.cu) as a kernel set: queued on the current stream, nothing waits, capturable in
+CUDA graphs.
+
+Where no nvcc is installed the same source is compiled by NVRTC (nvrtc.py); which one is in use is logged once and is
+``load().built_by``.
+
+Corrupt frames cannot raise here without waiting for the device. The kernels note what they find in a word on the
+device; ``raise_on_error(device)`` waits, reads and clears that word, and raises FrameError. Whoever needs certainty
+calls it; the hot path does not.
+"""
+import functools
+import logging
+import threading
+
+import torch
+
+from ds_zipccl.errors import FrameError
+from ds_zipccl.kernels.cuda_calls import CudaCalls, workspace_words
+from ds_zipccl.kernels.geometry import Geometry
+from zipscape.errors import BuildError, describe
+from zipscape.op_builder import toolchain
+from zipscape.op_builder.zipccl import ZIPCCL_CUDA
+
+log = logging.getLogger("ds_zipccl")
+
+FRAME_ALIGN = 16             # what the kernels need of a frame's address and stride; others are copied first
+_KINDS = ("a frame header is not what this call expects, or marked as overflowed", "a block's escape count differs from its codes",
+          "a tile's escape count differs from its blocks'", "block mode or window base out of range",
+          "a tile's spill lies outside its sub-pool")              # bits of the error word, csrc/zipccl/frame.cuh
+
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+
+
+@functools.cache
+def load() -> "CudaKernels":
+    """Builds at first use. Raises BuildError when there is no usable GPU, or neither nvcc nor NVRTC can build."""
+    if not torch.cuda.is_available():
+        raise BuildError(describe("there is no CUDA device", got=f"torch {torch.__version__} sees none"))
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        raise BuildError(describe("the CUDA kernels need compute capability 8.0 or newer", got=".".join(map(str, capability))))
+    if ZIPCCL_CUDA.built() is None:
+        try:
+            toolchain.find("nvcc")
+        except BuildError as error:
+            from ds_zipccl.kernels.nvrtc import NvrtcCalls
+            kernels = CudaKernels(NvrtcCalls(ZIPCCL_CUDA.source_paths()[0]), "NVRTC")
+            log.warning("the CUDA kernels were compiled by NVRTC: %s", error)
+            return kernels
+    return CudaKernels(CudaCalls(ZIPCCL_CUDA.load()), "nvcc")
+
+
+class _Device:
+    """The module's global words on one device, and which of the workspace words are taken by whom."""
+
+    def __init__(self, calls):
+        self._base, self._num_words, self.errors = calls.globals()
+        self._used = 0
+        self._by_stream: dict[int, tuple[int, int]] = {}          # stream -> (address, words)
+        self._kept: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+
+    def workspace(self, stream: int, num_words: int) -> int:
+        """Address of at least ``num_words`` zero words for a call on ``stream``. Calls of one stream run one after the
+        other and share theirs; a call that is being captured gets its own, since its graph may run beside the
+        stream."""
+        if _is_capturing():
+            with self._lock:
+                return self._take(num_words)
+        address, size = self._by_stream.get(stream, (0, 0))
+        if size < num_words:
+            with self._lock:
+                size = max(num_words, 2 * size, 512)
+                address = self._take(size)
+                self._by_stream[stream] = address, size
+        return address
+
+    def _take(self, num_words: int) -> int:
+        if self._used + num_words <= self._num_words:
+            self._used += num_words
+            return self._base + 4 * (self._used - num_words)
+        self._kept.append(torch.zeros(num_words, dtype=torch.int32, device="cuda"))
+        return self._kept[-1].data_ptr()
+
+
+class CudaKernels:
+    """A kernel set (ops.py has the contract) over ``calls``, an object like CudaCalls."""
+
+    def __init__(self, calls, built_by: str):
+        self._calls = calls
+        self.built_by = built_by
+        self._devices: dict[int, _Device] = {}
+
+    def _device(self, index: int) -> _Device:
+        device = self._devices.get(index)
+        if device is None:
+            device = self._devices.setdefault(index, _Device(self._calls))
+        return device
+
+    def encode(self, x: torch.Tensor, frames: torch.Tensor, status: torch.Tensor, g: Geometry, skip: int = -1) -> None:
+        index = x.get_device()
+        if index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                return self.encode(x, frames, status, g, skip)
+        if not _aligned(frames):
+            copy = _aligned_like(frames)
+            self.encode(x, copy, status, g, skip)
+            for i in range(frames.shape[0]):
+                if i != skip:
+                    frames[i, :g.frame_bytes] = copy[i, :g.frame_bytes]
+            return None
+        rows = x.shape[0]
+        stream = _current_stream(index)
+        workspace = self._device(index).workspace(stream, workspace_words(rows, g))
+        self._calls.encode(g, x.data_ptr(), x.stride(0) * g.itemsize, frames.data_ptr(), frames.stride(0), rows, skip,
+                           status.data_ptr(), workspace, stream)
+
+    def decode(self, frames: torch.Tensor, out: torch.Tensor, g: Geometry, skip: int = -1) -> None:
+        index = out.get_device()
+        if index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                return self.decode(frames, out, g, skip)
+        if not _aligned(frames):
+            frames = _aligned_like(frames).copy_(frames)
+        self._calls.decode(g, frames.data_ptr(), frames.stride(0), out.data_ptr(), out.stride(0) * g.itemsize, out.shape[0], skip,
+                           self._device(index).errors, _current_stream(index))
+
+    def decode_reduce(self, frames: torch.Tensor, own: torch.Tensor, own_index: int, out: torch.Tensor, g: Geometry) -> None:
+        index = out.get_device()
+        if index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                return self.decode_reduce(frames, own, own_index, out, g)
+        if not _aligned(frames):
+            frames = _aligned_like(frames).copy_(frames)
+        self._calls.decode_reduce(g, frames.data_ptr(), frames.stride(0), frames.shape[0], own.data_ptr(), own_index, out.data_ptr(),
+                                  self._device(index).errors, _current_stream(index))
+
+    def raise_on_error(self, device) -> None:
+        """Waits for the current stream of ``device``; raises FrameError if a frame decoded there since the last call
+        was corrupt."""
+        device = torch.device(device)
+        with torch.cuda.device(device):
+            errors = self._device(torch.cuda.current_device()).errors
+            word = self._calls.take_word(errors, torch.cuda.current_stream().cuda_stream)
+        if word:
+            kinds = "; ".join(text for bit, text in enumerate(_KINDS) if word >> bit & 1)
+            raise FrameError(describe("corrupt frame decoded", got=kinds, where=str(device)))
+
+
+def _aligned(frames: torch.Tensor) -> bool:
+    return frames.data_ptr() % FRAME_ALIGN == 0 and (frames.stride(0) % FRAME_ALIGN == 0 or frames.shape[0] == 1)
+
+
+def _aligned_like(frames: torch.Tensor) -> torch.Tensor:
+    rows, size = frames.shape
+    stride = -(-size // 128) * 128
+    return torch.empty(rows, stride, dtype=torch.uint8, device=frames.device)[:, :size]

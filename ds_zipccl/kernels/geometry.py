@@ -1,6 +1,9 @@
 """The numbers a kernel needs to find its way in a frame. Filled by codec/format.py, the only place that computes
 them."""
+import struct
 from typing import NamedTuple
+
+_HEADER = struct.Struct("<16q")
 
 
 class Geometry(NamedTuple):
@@ -46,3 +49,12 @@ class Geometry(NamedTuple):
     def ints(self) -> tuple[int, ...]:
         """The integer fields, in order."""
         return self[:-1]
+
+    def flatten(self) -> list[int]:
+        """All fields as int64s: the integer ones, then the header as 16 of them (for torch operator schemas)."""
+        return [*self.ints, *_HEADER.unpack(self.header)]
+
+    @classmethod
+    def unflatten(cls, values) -> "Geometry":
+        """Inverse of ``flatten``."""
+        return cls(*values[:-16], _HEADER.pack(*values[-16:]))

@@ -56,13 +56,21 @@ def _check(name: str, *tensors: torch.Tensor) -> SimpleNamespace:
     return chosen
 
 
+@torch.compiler.assume_constant_result
+def _constants(g: Geometry) -> list[int]:
+    return g.flatten()
+
+
 def encode(x: torch.Tensor, frames: torch.Tensor, status: torch.Tensor, g: Geometry, skip: int = -1, *, kernels: str) -> None:
     """Encodes the rows of ``x`` (module docstring) with the named kernel set."""
     chosen = _check(kernels, x, frames, status)
     if x.shape != (frames.shape[0], g.numel) or frames.shape[1] < g.frame_bytes:
         raise KernelError(describe("encode: shapes do not match", got=(tuple(x.shape), tuple(frames.shape)),
                                    expected=f"[P, {g.numel}] and [P, >= {g.frame_bytes}]"))
-    chosen.encode(x, frames, status, g, skip)
+    if torch.compiler.is_compiling():
+        torch.ops.zipccl.encode(x, frames, status, _constants(g), skip, kernels)
+    else:
+        chosen.encode(x, frames, status, g, skip)
 
 
 def decode(frames: torch.Tensor, out: torch.Tensor, g: Geometry, skip: int = -1, *, kernels: str) -> None:
@@ -71,7 +79,10 @@ def decode(frames: torch.Tensor, out: torch.Tensor, g: Geometry, skip: int = -1,
     if out.shape != (frames.shape[0], g.numel) or frames.shape[1] < g.frame_bytes:
         raise KernelError(describe("decode: shapes do not match", got=(tuple(frames.shape), tuple(out.shape)),
                                    expected=f"[P, >= {g.frame_bytes}] and [P, {g.numel}]"))
-    chosen.decode(frames, out, g, skip)
+    if torch.compiler.is_compiling():
+        torch.ops.zipccl.decode(frames, out, _constants(g), skip, kernels)
+    else:
+        chosen.decode(frames, out, g, skip)
 
 
 def decode_reduce(frames: torch.Tensor, own: torch.Tensor, own_index: int, out: torch.Tensor, g: Geometry, *,
@@ -83,4 +94,33 @@ def decode_reduce(frames: torch.Tensor, own: torch.Tensor, own_index: int, out: 
         raise KernelError(describe("decode_reduce: shapes do not match",
                                    got=(tuple(frames.shape), tuple(own.shape), own_index, tuple(out.shape)),
                                    expected=f"[P, >= {g.frame_bytes}], [{g.numel}], 0..P-1, [{g.numel}]"))
-    chosen.decode_reduce(frames, own, own_index, out, g)
+    if torch.compiler.is_compiling():
+        torch.ops.zipccl.decode_reduce(frames, own, own_index, out, _constants(g), kernels)
+    else:
+        chosen.decode_reduce(frames, own, own_index, out, g)
+
+
+# The same three as torch operators: what torch.compile sees in place of pointers and threads.
+_LIBRARY = torch.library.Library("zipccl", "DEF")
+_LIBRARY.define("encode(Tensor x, Tensor(a!) frames, Tensor(b!) status, int[] geometry, int skip, str kernels) -> ()")
+_LIBRARY.define("decode(Tensor frames, Tensor(a!) out, int[] geometry, int skip, str kernels) -> ()")
+_LIBRARY.define("decode_reduce(Tensor frames, Tensor own, int own_index, Tensor(a!) out, int[] geometry, str kernels) -> ()")
+
+
+@torch.library.impl(_LIBRARY, "encode", "CompositeExplicitAutograd")
+def _encode_op(x, frames, status, geometry, skip, kernels):
+    kernel_set(kernels).encode(x, frames, status, Geometry.unflatten(geometry), skip)
+
+
+@torch.library.impl(_LIBRARY, "decode", "CompositeExplicitAutograd")
+def _decode_op(frames, out, geometry, skip, kernels):
+    kernel_set(kernels).decode(frames, out, Geometry.unflatten(geometry), skip)
+
+
+@torch.library.impl(_LIBRARY, "decode_reduce", "CompositeExplicitAutograd")
+def _decode_reduce_op(frames, own, own_index, out, geometry, kernels):
+    kernel_set(kernels).decode_reduce(frames, own, own_index, out, Geometry.unflatten(geometry))
+
+
+for _name in FUNCTIONS:
+    torch.library.register_fake(f"zipccl::{_name}", lambda *args: None, lib=_LIBRARY)      # they only write what they are given

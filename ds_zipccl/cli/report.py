@@ -42,7 +42,7 @@ def _versions() -> list[dict]:
 
 def _activation() -> dict:
     names = [e.name for e in importlib.metadata.entry_points(group="torch.backends")]
-    return {"entry_point": "zipscape" in names, "disabled_by_environment": activate.disabled(), "failures": list(activate.failures)}
+    return {"entry_point": "zipscape" in names, "disabled_by_environment": activate.is_disabled(), "failures": list(activate.failures)}
 
 
 def _settings(path: str | None) -> dict | None:

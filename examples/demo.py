@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).resolve().parent
 BASE_CONFIG = EXAMPLES.parent / "configs" / "zero3_demo.json"
 RUNS = ("native", "control", "zipped")
 STEP_LINE = re.compile(r"^step (\d+)/\d+ loss (\S+)")
-STALL_S = 900  # DeepSpeed's first start on a CPU compiles an operation of its own, which takes minutes
+STALL_S = 600  # DeepSpeed's first start on a CPU compiles an operation of its own, which takes minutes
 LOG_TAIL_LINES = 30
 
 
@@ -91,6 +91,13 @@ def environment(on_gpu):
     return env if on_gpu else env | {"DS_ACCELERATOR": "cpu"}
 
 
+def stale_lock_hint():
+    """A build of torch's that was killed leaves a lock for which every later run waits for ever."""
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    locks = ", ".join(map(str, sorted(folder.rglob("lock"))))
+    return f" (if no build is running, remove the lock that an interrupted one left: {locks})" if locks else ""
+
+
 def run(args, name, env, on_step):
     """Runs one training to its end; on_step(step, loss) per step. Returns seconds; exits 1 with the log's tail."""
     log_path, start = args.out / name / "log.txt", time.monotonic()
@@ -110,7 +117,7 @@ def run(args, name, env, on_step):
                     for match in filter(None, map(STEP_LINE.match, lines)):
                         on_step(int(match[1]), match[2])
                 elif time.monotonic() - last_output > STALL_S:
-                    problem = f"has said nothing for {STALL_S} s and was stopped"
+                    problem = f"has said nothing for {STALL_S} s and was stopped{stale_lock_hint()}"
                     break
                 elif not ended:
                     time.sleep(0.2)

@@ -1,9 +1,15 @@
-"""Shared by all tests: the tests of tests/mpi need mpirun to start them."""
+"""Shared by all tests: an environment like the Makefile's, and the tests of tests/mpi need mpirun to start them."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
+
+# DeepSpeed looks for ninja on PATH; it is beside the interpreter, also where that was started by its full path.
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+if (Path(sys.prefix) / "torch_extensions").is_dir():
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 
 _MPI = Path(__file__).parent / "mpi"
 

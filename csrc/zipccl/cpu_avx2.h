@@ -244,6 +244,7 @@ class Avx2 {
     }
 
     static bool supported() {
+        __builtin_cpu_init();
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
                __builtin_cpu_supports("popcnt");
     }

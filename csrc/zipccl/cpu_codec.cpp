@@ -24,7 +24,7 @@ bool supported(int32_t isa) {
 }
 
 template <class D>
-const BlockOps* ops_of(int32_t isa) {
+const BlockOps* ops_of([[maybe_unused]] int32_t isa) {
 #if defined(__x86_64__)
     if (isa == kAvx2) return &kBlockOps<D, Avx2>;
     if (isa == kAvx512) return &kBlockOps<D, Avx512>;

@@ -53,7 +53,7 @@ struct Tile {
 class EscapeBuffer {
   public:
     uint8_t* get() {
-        if (!bytes_) bytes_.reset(new uint8_t[(kMaxTileBlocks + 1) * kBlockElems + kEscapeSlack]());
+        if (!bytes_) bytes_.reset(new uint8_t[(kMaxTileBlocks + 1) * kBlockElems + kEscapeSlack]);
         return bytes_.get();
     }
 

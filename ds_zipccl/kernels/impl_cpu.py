@@ -4,6 +4,7 @@ A call uses up to ``torch.get_num_threads()`` threads of its own; they end with 
 are loaded, the best one the machine has; ``ZIPCCL_CPU_ISA=scalar|avx2|avx512`` takes another one (all give the same bytes).
 """
 import ctypes
+import functools
 import os
 
 import torch
@@ -21,7 +22,11 @@ _SIGNATURES = {
 }
 ISAS = ("scalar", "avx2", "avx512")          # in the order of the library's numbers
 ISA_VARIABLE = "ZIPCCL_CPU_ISA"
-_GEOMETRY_INTS = len(Geometry._fields) - 1
+
+
+@functools.lru_cache(maxsize=1024)
+def _c_geometry(g: Geometry) -> ctypes.Array:
+    return (_I64 * len(g.ints))(*g.ints)
 
 
 class CpuKernels:
@@ -62,8 +67,7 @@ class CpuKernels:
         self._raise_if(kind, failure, frames, g)
 
     def _call(self, name: str, g: Geometry, *arguments) -> int:
-        ints = (_I64 * _GEOMETRY_INTS)(*g.ints)
-        result = self._functions[name](ints, g.header, *arguments, torch.get_num_threads(), ISAS.index(self.isa))
+        result = self._functions[name](_c_geometry(g), g.header, *arguments, torch.get_num_threads(), ISAS.index(self.isa))
         if result == -1:
             raise MemoryError(describe(f"{name} could not allocate its working memory"))
         if result < 0:

@@ -2,7 +2,6 @@
 written."""
 import ctypes
 import ctypes.util
-import itertools
 import platform
 import re
 import shutil
@@ -17,6 +16,7 @@ from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.errors import FrameError
 from ds_zipccl.kernels import impl_cpu, impl_reference
 from ds_zipccl.kernels.geometry import Geometry
+from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import all_bf16_patterns, as_ints, assert_same_bits, gaussian, random_bits, specials
 from zipscape.errors import BuildError
 from zipscape.op_builder.base import NativeLibrary, csrc_dir
@@ -38,8 +38,10 @@ def kernels() -> list[impl_cpu.CpuKernels]:
 
 
 @pytest.fixture(autouse=True)
-def same_number_of_threads():
+def one_thread():
+    """The reference's many small tensors only lose by a second thread."""
     before = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
@@ -83,17 +85,15 @@ def outcome(function, *arguments) -> str:
         return str(error)
 
 
-def check(kernels, x: torch.Tensor, g: Geometry, *, skip: int = -1, offset_bytes: int = 0, threads=(1,)) -> int:
-    """Parity of frames, status, outputs and errors for the rows ``x`` [P, n], with every number of ``threads``. Returns
-    the status word."""
+def check(kernels, x: torch.Tensor, g: Geometry, *, skip: int = -1, offset_bytes: int = 0) -> int:
+    """Parity of frames, status, outputs and errors for the rows ``x`` [P, n]. Returns the status word."""
     num_rows = x.shape[0]
     expected, status = Guarded(num_rows, g.frame_bytes), torch.full((1,), -1, dtype=torch.int32)
     impl_reference.encode(x, expected.rows, status, g, skip)
     decoded = Guarded(num_rows, g.numel, x.dtype)
     said = outcome(impl_reference.decode, expected.rows, decoded.rows, g, skip)
     x = copy_of(x, offset_bytes)
-    for k, num_threads in itertools.product(kernels, threads):
-        torch.set_num_threads(num_threads)
+    for k in kernels:
         frames, got = Guarded(num_rows, g.frame_bytes, offset_bytes=offset_bytes), torch.full_like(status, -1)
         k.encode(x, frames.rows, got, g, skip)
         assert int(got) == int(status), f"{k.isa}: status {int(got):#x}, reference {int(status):#x}"
@@ -109,14 +109,13 @@ def check(kernels, x: torch.Tensor, g: Geometry, *, skip: int = -1, offset_bytes
 
 
 def check_reduce(kernels, x: torch.Tensor, own_index: int, g: Geometry, *, offset_bytes: int = 0,
-                 alias: bool = False, threads=(1,)) -> None:
+                 alias: bool = False) -> None:
     """Parity of decode_reduce with the rows ``x`` [P, n] as frames but for row ``own_index``."""
     frames, status = Guarded(x.shape[0], g.frame_bytes, offset_bytes=offset_bytes), torch.zeros(1, dtype=torch.int32)
     impl_reference.encode(x, frames.rows, status, g, own_index)
     expected = torch.empty(g.numel, dtype=x.dtype)
     impl_reference.decode_reduce(frames.rows, x[own_index], own_index, expected, g)
-    for k, num_threads in itertools.product(kernels, threads):
-        torch.set_num_threads(num_threads)
+    for k in kernels:
         own, out = Guarded(1, g.numel, x.dtype, offset_bytes), Guarded(1, g.numel, x.dtype, offset_bytes)
         as_rows(own.rows)[0] = as_rows(x)[own_index]
         target = own if alias else out
@@ -192,8 +191,8 @@ def test_block_and_tile_borders(kernels, dtype, around):
 
 
 @DTYPES
-def test_groups_and_threads(kernels, monkeypatch, dtype):
-    """Groups of 3 tiles instead of 256, spills placed across them, with every number of threads."""
+def test_groups(kernels, monkeypatch, dtype):
+    """Groups of 3 tiles instead of 256, and spills across their borders."""
     monkeypatch.setattr(fmt, "GROUP_TILES", 3)
     for tiles, capacity in ((6, (10, 640)), (7, (10, 90)), (8, (10, 640))):
         numel = tiles * 32768 - 1500
@@ -201,9 +200,36 @@ def test_groups_and_threads(kernels, monkeypatch, dtype):
         x[0, 32768 * 4 + 5000:32768 * 4 + 5200] = data("random bits", dtype, 200)
         g = fmt.layout.__wrapped__(BY_TORCH[dtype], numel, *capacity)
         assert g.group_tiles == 3 and g.num_groups > 1
-        assert check(kernels, x, g, threads=(1, 2, 3, 8)) >> 16 == (capacity[1] == 90)
+        assert check(kernels, x, g) >> 16 == (capacity[1] == 90)
         if capacity[1] != 90:
-            check_reduce(kernels, torch.cat([x, x.flip(1)]), tiles % 2, g, threads=(1, 2, 3, 8))
+            check_reduce(kernels, torch.cat([x, x.flip(1)]), tiles % 2, g)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
+def test_threads(kernels, monkeypatch, num_threads):
+    """Enough rows that many threads have work, every row with spills in several groups; all must come out equal."""
+    monkeypatch.setattr(fmt, "GROUP_TILES", 3)
+    numel, num_rows = 5 * 32768 + 1100, 32
+    g = fmt.layout.__wrapped__(BY_TORCH[BF16], numel, 10, 640)
+    x = torch.cat([data("specials", BF16, 2000), data("gaussian", BF16, numel - 2000)]).expand(num_rows, numel)
+    expected, status = torch.empty(1, g.frame_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
+    impl_reference.encode(x[:1], expected, status, g)
+    total = torch.empty(numel, dtype=BF16)
+    sum_in_order(x, total)
+    torch.set_num_threads(num_threads)
+    for k in kernels:
+        frames, out, got = Guarded(num_rows, g.frame_bytes), Guarded(num_rows, numel, BF16), torch.zeros_like(status)
+        k.encode(x, frames.rows, got, g)
+        assert int(got) == int(status) < fmt.OVERFLOW_BIT
+        assert_same_bits(frames.rows, expected.expand(num_rows, -1), f"{k.isa}, {num_threads} threads: frames")
+        k.decode(frames.rows, out.rows, g)
+        assert_same_bits(out.rows, x, f"{k.isa}, {num_threads} threads: decoded")
+        assert frames.untouched() and out.untouched()
+        k.decode_reduce(frames.rows, x[0], 7, out.rows[0], g)
+        assert_same_bits(out.rows[0], total, f"{k.isa}, {num_threads} threads: sum")
+        frames.rows[5, g.tiles_offset + 3 * g.tile_bytes] ^= 1           # the first of several errors is the one named
+        frames.rows[9, g.tiles_offset] ^= 1
+        assert "tiles 3..4" in outcome(k.decode, frames.rows, out.rows, g)
 
 
 @pytest.mark.slow
@@ -212,7 +238,7 @@ def test_group_border(kernels):
     x = data("gaussian", BF16, numel).view(1, -1)
     x[0, ::32768 * 5] = 3e38
     x[0, 255 * 32768:256 * 32768 + 700] = data("random bits", BF16, 32768 + 700)[:33468]
-    check(kernels, x, layout(BF16, numel, (24, 300)), threads=(1, 2))
+    check(kernels, x, layout(BF16, numel, (24, 300)))
 
 
 @DTYPES

@@ -4,16 +4,20 @@ Two levels. ``Codec`` works on rows of equal size with a layout both sides know 
 allocation of its own, nothing waits for the device). ``compress``/``decompress`` make self-describing frames of any
 tensor (files, benchmarks) and choose capacity and raw mode by themselves; they read the status on the host.
 """
-from dataclasses import dataclass
+import zlib
+from dataclasses import dataclass, replace
 
 import torch
 
 from ds_zipccl.codec import format as fmt
+from ds_zipccl.codec.checksum import CRC32, crc32
 from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.errors import FrameError
 from ds_zipccl.kernels import loader, ops
 from ds_zipccl.kernels.geometry import Geometry
 from zipscape.errors import describe
+
+INTEGRITY = ("off", "checksum", "roundtrip")
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,18 @@ class Codec:
         """See ``kernels.ops.decode_reduce``."""
         ops.decode_reduce(frames, own, own_index, out, self.geometry, kernels=self.kernels)
 
+    def expecting(self, header: bytes) -> "Codec":
+        """The codec whose frames have these 128 header bytes, checksum included: kernels compare the whole header."""
+        plain = header[:fmt.STATUS_OFFSET] + bytes(4) + header[fmt.STATUS_OFFSET + 4:]
+        return self if plain == self.geometry.header else replace(self, geometry=self.geometry._replace(header=plain))
+
+    def raise_on_error(self, device: torch.device) -> None:
+        """Raises FrameError if a frame decoded on ``device`` before was corrupt. Only kernels that cannot raise by
+        themselves (CUDA) have anything to look up; they wait for the device."""
+        check = getattr(ops.kernel_set(self.kernels), "raise_on_error", None)
+        if check is not None:
+            check(device)
+
 
 def split_status(word: int) -> tuple[bool, int]:
     """(overflow, need) of a status word."""
@@ -57,71 +73,122 @@ def split_status(word: int) -> tuple[bool, int]:
 
 
 def compress(x: torch.Tensor, *, kernels: str = "best", escapes_per_block: int = fmt.DEFAULT_ESCAPES_PER_BLOCK,
-             spill_per_tile: int = fmt.DEFAULT_SPILL_PER_TILE, window_lo: int = -1) -> torch.Tensor:
-    """A self-describing frame, uint8 [bytes], of a contiguous tensor of any dtype, on its device.
+             spill_per_tile: int = fmt.DEFAULT_SPILL_PER_TILE, window_lo: int = -1, integrity: str = "off") -> torch.Tensor:
+    """A self-describing frame, uint8 [bytes], of a dense tensor of any dtype, shape and strides, on its device.
 
     Starts with the given capacity, repeats once with the capacity the data needs, and stores raw (mode 1) what that
     does not make smaller than raw or whose dtype the codec does not know. The result is never longer than
     ``format.raw_frame_bytes(x.nbytes)``. Shape and, for dtypes outside the table, dtype are the caller's to remember.
+
+    ``integrity``: "off"; "checksum": the frame carries a CRC-32 that ``decompress`` verifies; "roundtrip": the frame is
+    decoded again and compared with ``x`` by bits before it is returned, FrameError if they differ.
+    Raises TypeError for tensors without bytes of their own (sparse, quantized, meta).
     """
-    flat = x.detach().contiguous().reshape(-1)
-    raw_bytes = fmt.raw_frame_bytes(flat.numel() * flat.element_size())
-    if flat.dtype in BY_TORCH:
-        for _ in range(2):
-            codec = Codec.of(flat.dtype, flat.numel(), flat.device.type, escapes_per_block=escapes_per_block,
-                             spill_per_tile=spill_per_tile, window_lo=window_lo, kernels=kernels)
-            if codec.frame_bytes >= raw_bytes:
-                break
-            frames = codec.empty_frames(1, flat.device)
-            status = torch.zeros(1, dtype=torch.int32, device=flat.device)
-            codec.encode(flat.view(1, -1), frames, status)
-            overflow, need = split_status(int(status))
-            if not overflow:
-                return frames[0]
-            escapes_per_block = need
-    return _raw_frame(flat, raw_bytes)
+    if integrity not in INTEGRITY:
+        raise ValueError(describe("unknown integrity setting", got=integrity, expected=" or ".join(INTEGRITY)))
+    flat = _flat(x)
+    frame = _zipped_frame(flat, kernels, escapes_per_block, spill_per_tile, window_lo)
+    if frame is None:
+        frame = _raw_frame(flat)
+    if integrity == "checksum":
+        _seal(frame)
+    elif integrity == "roundtrip":
+        _prove(frame, flat, kernels)
+    return frame
 
 
-def _raw_frame(flat: torch.Tensor, frame_bytes: int) -> torch.Tensor:
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    if x.layout != torch.strided or x.is_quantized or x.device.type == "meta":
+        raise TypeError(describe("the codec takes dense tensors", got=f"{x.dtype}, {x.layout}, on {x.device}",
+                                 todo="compress the dense tensors that it consists of"))
+    return x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def _zipped_frame(flat: torch.Tensor, kernels: str, escapes_per_block: int, spill_per_tile: int, window_lo: int) -> torch.Tensor | None:
+    """None when a raw frame is as small, or the dtype is not in the table."""
+    raw_bytes = fmt.raw_frame_bytes(flat.nbytes)
+    for _ in range(2 if flat.dtype in BY_TORCH else 0):
+        codec = Codec.of(flat.dtype, flat.numel(), flat.device.type, escapes_per_block=escapes_per_block,
+                         spill_per_tile=spill_per_tile, window_lo=window_lo, kernels=kernels)
+        if codec.frame_bytes >= raw_bytes:
+            return None
+        frames = codec.empty_frames(1, flat.device)
+        status = torch.zeros(1, dtype=torch.int32, device=flat.device)
+        codec.encode(flat.view(1, -1), frames, status)
+        overflow, need = split_status(int(status))
+        if not overflow:
+            return frames[0]
+        escapes_per_block = need
+    return None
+
+
+def _raw_frame(flat: torch.Tensor) -> torch.Tensor:
     dtype = BY_TORCH.get(flat.dtype)
     data = flat.view(torch.uint8)
     header = fmt.pack_header(dtype.code if dtype else fmt.RAW_CODE, fmt.MODE_RAW, flat.numel() if dtype else data.numel())
-    frame = torch.zeros(frame_bytes, dtype=torch.uint8, device=flat.device)
-    frame[:fmt.HEADER_BYTES] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    frame = torch.zeros(fmt.raw_frame_bytes(data.numel()), dtype=torch.uint8, device=flat.device)
+    _put(frame, 0, header)
     frame[fmt.HEADER_BYTES:fmt.HEADER_BYTES + data.numel()] = data
     return frame
+
+
+def _put(frame: torch.Tensor, offset: int, data: bytes) -> None:
+    frame[offset:offset + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(frame.device)
+
+
+def _checksum(frame: torch.Tensor, kind: int) -> int:
+    """Of the whole frame, as if its checksum field were zero and its kind were ``kind``."""
+    header = bytearray(frame[:fmt.HEADER_BYTES].tolist())
+    header[fmt.CHECKSUM_OFFSET:fmt.CHECKSUM_OFFSET + 8] = fmt.pack_checksum(kind, 0)
+    return crc32(frame[fmt.HEADER_BYTES:], zlib.crc32(header))
+
+
+def _seal(frame: torch.Tensor) -> None:
+    _put(frame, fmt.CHECKSUM_OFFSET, fmt.pack_checksum(CRC32, _checksum(frame, CRC32)))
+
+
+def _prove(frame: torch.Tensor, flat: torch.Tensor, kernels: str) -> None:
+    again = decompress(frame, torch.empty_like(flat), kernels=kernels).view(torch.uint8)
+    if not torch.equal(again, flat.view(torch.uint8)):
+        first = int((again != flat.view(torch.uint8)).nonzero()[0])
+        raise FrameError(describe("a frame does not decode to what was encoded", where=f"kernels {kernels!r}, byte {first} of the data",
+                                  todo="report this as a bug, with the tensor; compressed results of this machine cannot be trusted"))
 
 
 def decompress(frame: torch.Tensor, out: torch.Tensor, *, kernels: str = "best") -> torch.Tensor:
     """Fills the contiguous tensor ``out`` from a frame made by ``compress`` and returns it.
 
-    Raises FrameError when the frame is corrupt, truncated, of another version, or of another dtype or element count
-    than ``out``.
+    Bytes of ``frame`` beyond its own size are ignored, unless it carries a checksum: then it must end where it ends.
+    Bytes of ``frame`` beyond its own size are ignored. Raises FrameError when the frame is corrupt, truncated, of
+    another version, or of another dtype or element count than ``out``; the contents of ``out`` are then unspecified.
     """
     if frame.dtype != torch.uint8 or frame.dim() != 1 or not frame.is_contiguous():
         raise FrameError(describe("a frame is a contiguous 1-D uint8 tensor", got=f"{frame.dtype} {tuple(frame.shape)}"))
-    if not out.is_contiguous():
-        raise ValueError(describe("decompress needs a contiguous output", got=f"strides {tuple(out.stride())}"))
-    header = fmt.parse_header(bytes(frame[:fmt.HEADER_BYTES].tolist()))
-    flat = out.view(-1)
+    if not out.is_contiguous() or out.is_conj() or out.is_neg():
+        raise ValueError(describe("decompress needs a contiguous output of plain bytes", got=f"strides {tuple(out.stride())}"))
+    head = bytes(frame[:fmt.HEADER_BYTES].tolist())
+    header = fmt.parse_header(head)
+    flat = out.detach().view(-1)
     dtype = BY_TORCH.get(flat.dtype)
-    numel = flat.numel() if dtype else flat.numel() * flat.element_size()
+    numel = flat.numel() if dtype else flat.nbytes
     if header.dtype != dtype or header.numel != numel:
         raise FrameError(describe("a frame holds something else than asked for",
                                   got=f"{header.numel} x {header.dtype.name if header.dtype else 'bytes'}",
                                   expected=f"{numel} x {dtype.name if dtype else 'bytes'}"))
-    if header.mode == fmt.MODE_RAW:
-        num_bytes = flat.numel() * flat.element_size()
-        if frame.numel() < fmt.raw_frame_bytes(num_bytes):
-            raise FrameError(describe("raw frame is truncated", got=frame.numel(), expected=fmt.raw_frame_bytes(num_bytes)))
-        flat.view(torch.uint8).copy_(frame[fmt.HEADER_BYTES:fmt.HEADER_BYTES + num_bytes])
-        return out
-    if header.escapes_per_block > fmt.MAX_ESCAPES_PER_BLOCK:
-        raise FrameError(describe("escape capacity of a frame out of range", got=header.escapes_per_block,
-                                  expected=f"<= {fmt.MAX_ESCAPES_PER_BLOCK}"))
-    codec = Codec.of(flat.dtype, flat.numel(), flat.device.type, escapes_per_block=header.escapes_per_block,
-                     spill_per_tile=header.spill_per_tile, window_lo=header.window_lo, kernels=kernels)
-    if frame.numel() < codec.frame_bytes:
-        raise FrameError(describe("frame is truncated", got=f"{frame.numel()} bytes", expected=f">= {codec.frame_bytes}"))
-    codec.decode(frame[:codec.frame_bytes].view(1, -1), flat.view(1, -1))
+    codec = None
+    if header.mode == fmt.MODE_ZIPPED:
+        codec = Codec.of(flat.dtype, numel, flat.device.type, escapes_per_block=header.escapes_per_block,
+                         spill_per_tile=header.spill_per_tile, window_lo=header.window_lo, kernels=kernels)
+    size = codec.frame_bytes if codec else fmt.raw_frame_bytes(flat.nbytes)
+    if frame.numel() < size:
+        raise FrameError(describe("frame is truncated", got=f"{frame.numel()} bytes", expected=f">= {size}"))
+    if header.checksum_kind:
+        found = _checksum(frame[:size], header.checksum_kind)
+        if found != header.checksum:
+            raise FrameError(describe("the checksum of a frame is wrong", got=f"{found:#010x}", expected=f"{header.checksum:#010x}"))
+    if codec:
+        codec.expecting(head).decode(frame[:size].view(1, -1), flat.view(1, -1))
+        codec.raise_on_error(flat.device)
+    else:
+        flat.view(torch.uint8).copy_(frame[fmt.HEADER_BYTES:fmt.HEADER_BYTES + flat.nbytes])
     return out

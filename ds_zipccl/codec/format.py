@@ -3,6 +3,7 @@ import functools
 import struct
 from dataclasses import dataclass
 
+from ds_zipccl.codec.checksum import CRC32, NONE
 from ds_zipccl.codec.dtypes import BY_CODE, RAW_CODE, DType
 from ds_zipccl.errors import FrameError
 from ds_zipccl.kernels.geometry import Geometry
@@ -20,6 +21,7 @@ TILE_HEADER_BYTES = 16
 BLOCK_HEADER_BYTES = 4
 CODE_BYTES = BLOCK_ELEMS * 3 // 8            # one packed 3-bit plane of a block
 STATUS_OFFSET = 20
+CHECKSUM_OFFSET = 24                         # u32 kind, u32 checksum of the frame with this u32 zero
 OVERFLOW_BIT = 1 << 16
 NEED_MASK = OVERFLOW_BIT - 1
 MODE_ZIPPED, MODE_RAW = 0, 1
@@ -46,6 +48,8 @@ class Header:
     escapes_per_block: int
     spill_per_tile: int
     status: int
+    checksum_kind: int           # checksum.NONE or checksum.CRC32
+    checksum: int
 
     @property
     def overflow(self) -> bool:
@@ -66,8 +70,8 @@ def pack_header(dtype_code: int, mode: int, numel: int, escapes_per_block: int =
 def parse_header(data: bytes) -> Header:
     """Reads a frame header.
 
-    Raises FrameError when the bytes are too few, or magic, version, dtype code, mode or a reserved byte is not what
-    version 1 defines.
+    Raises FrameError when the bytes are too few, or a field or a reserved byte is not what version 1 defines. The
+    checksum is not compared: it needs the whole frame.
     """
     if len(data) < HEADER_BYTES:
         raise FrameError(describe("frame is shorter than its header", got=f"{len(data)} bytes", expected=f">= {HEADER_BYTES}"))
@@ -81,12 +85,23 @@ def parse_header(data: bytes) -> Header:
         raise FrameError(describe("unknown dtype code in a frame", got=code, expected=sorted([RAW_CODE, *BY_CODE])))
     if mode not in (MODE_ZIPPED, MODE_RAW) or (mode == MODE_ZIPPED and code == RAW_CODE):
         raise FrameError(describe("unknown mode in a frame", got=f"mode {mode}, dtype code {code}", expected="0 (zipped) or 1 (raw)"))
-    if kind or checksum or any(data[32:HEADER_BYTES]) or status & ~(OVERFLOW_BIT | NEED_MASK):
+    if any(data[CHECKSUM_OFFSET + 8:HEADER_BYTES]) or status & ~(OVERFLOW_BIT | NEED_MASK) \
+            or mode == MODE_RAW and (window or escapes or spill or status):
         raise FrameError(describe("reserved bytes of a frame header are set", expected="zeros in version 1"))
+    if kind not in (NONE, CRC32) or (kind == NONE and checksum):
+        raise FrameError(describe("checksum kind of a frame", got=f"kind {kind}, checksum {checksum:#x}",
+                                  expected=f"{NONE} (none, checksum zero) or {CRC32} (CRC-32)"))
     dtype = BY_CODE.get(code)
     if dtype is not None and window - 1 > dtype.top_lo:
         raise FrameError(describe("window base of a frame out of range", got=window - 1, expected=f"<= {dtype.top_lo}"))
-    return Header(dtype, mode, window - 1, numel, escapes, spill, status)
+    if escapes > MAX_ESCAPES_PER_BLOCK:
+        raise FrameError(describe("escape capacity of a frame out of range", got=escapes, expected=f"<= {MAX_ESCAPES_PER_BLOCK}"))
+    return Header(dtype, mode, window - 1, numel, escapes, spill, status, kind, checksum)
+
+
+def pack_checksum(kind: int, checksum: int) -> bytes:
+    """The 8 header bytes at CHECKSUM_OFFSET."""
+    return struct.pack("<II", kind, checksum)
 
 
 def _tile_sections(dtype: DType, num_blocks: int, escapes_per_block: int) -> tuple[int, ...]:

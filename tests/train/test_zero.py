@@ -6,13 +6,18 @@ from tests.helpers.ranks import assert_ok
 MODULE = "tests.train.zero_cases"
 CASES = ("case_stage_1_fp32", "case_stage_1_bf16", "case_stage_2_fp32", "case_stage_2_bf16", "case_script_without_section",
          "case_second_engine_with_other_section_is_refused", "case_wrong_section_on_one_rank_is_an_error_on_all",
-         "case_stage_3_fp32", "case_stage_3_bf16", "case_stage_3_uses_the_rank_order_sum", "case_flipped_bit_changes_training")
+         "case_stage_3_fp32", "case_stage_3_bf16", "case_stage_3_uses_the_rank_order_sum", "case_flipped_bit_changes_training",
+         "case_shipped_configs_train")
 BEYOND_TWO = ("case_stage_2_bf16", "case_stage_3_bf16", "case_stage_3_uses_the_rank_order_sum")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case):
     assert_ok(MODULE, CASES, 2, case)
+
+
+def test_one_rank():
+    assert_ok(MODULE, ("case_world_of_one",), 1, "case_world_of_one")
 
 
 @pytest.mark.parametrize("case", BEYOND_TWO)

@@ -2,6 +2,8 @@
 because after a ZeRO-3 engine torch's F.linear stays replaced in the process."""
 import copy
 import hashlib
+import json
+from pathlib import Path
 
 import deepspeed
 import deepspeed.comm as deepspeed_dist
@@ -14,6 +16,7 @@ from ds_zipccl.collectives import reduce_scatter, transport
 from tests.helpers.bits import assert_same_bits
 
 WIDTH, VOCAB, STEPS = 96, 61, 4
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 ZIPPED = {"enabled": True, "collectives": "always", "min_bytes": 1024}
 
 
@@ -106,6 +109,15 @@ def case_script_without_section(rank, world_size):
     assert type(deepspeed_dist.comm.cdb).__name__ == "TorchBackend"
 
 
+def case_shipped_configs_train(rank, world_size):
+    """Every file in configs/ trains as it is; stage 3 comes last."""
+    documents = [json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))]
+    assert len(documents) >= 2
+    for document in sorted(documents, key=lambda d: d["zero_optimization"]["stage"]):
+        stage = document["zero_optimization"]["stage"]
+        train(document, stage, steps=2)
+
+
 def case_second_engine_with_other_section_is_refused(rank, world_size):
     model = Net()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(),
@@ -145,6 +157,16 @@ def case_wrong_section_on_one_rank_is_an_error_on_all(rank, world_size):
     assert "min_bytes" in text, text
     text = _refused({"enabled": True, "kernels": "cuda"}, rank, world_size)
     assert "cuda" in text, text
+
+
+def case_world_of_one(rank, world_size):
+    """Nobody to send to: native, counted, no handshake to wait for; a wrong section is still an error."""
+    native = train(settings(1, "bf16"), 1)
+    zipped = train(settings(1, "bf16", zipccl=ZIPPED), 1)
+    assert native[:2] == zipped[:2]
+    reasons = [row["native_reasons"] for row in zipped[2].values()]
+    assert reasons and all(set(r) == {"world_size_1"} for r in reasons), zipped[2]
+    assert "min_bytez" in _refused({"enabled": True, "min_bytez": 3}, rank, world_size)
 
 
 def case_stage_3_fp32(rank, world_size):

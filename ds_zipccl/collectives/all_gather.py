@@ -46,8 +46,8 @@ def _native(call: Call):
 
 def _make_tensors(rank: int, world_size: int, row_numel: int, dtype: torch.dtype, device):
     """(output, input) whose gather is known: random bits seeded by the rank."""
-    generator = torch.Generator().manual_seed(1000 + rank)
-    data = (torch.randn(row_numel, generator=generator) * 0.02).to(dtype).to(device)
+    generator = torch.Generator("cpu").manual_seed(1000 + rank)
+    data = (torch.randn(row_numel, generator=generator, device="cpu") * 0.02).to(dtype).to(device)
     return torch.empty(world_size * row_numel, dtype=dtype, device=device), data
 
 

@@ -56,9 +56,9 @@ def _native(call: Call) -> dist.Work:
 
 def _make_tensors(rank: int, world_size: int, row_numel: int, dtype: torch.dtype, device):
     """(output, input) with integers so small that every order of summation is exact."""
-    generator = torch.Generator().manual_seed(2000 + rank)
+    generator = torch.Generator("cpu").manual_seed(2000 + rank)
     limit = max(1, 128 // world_size)
-    data = torch.randint(-limit, limit + 1, (world_size * row_numel,), generator=generator).to(dtype).to(device)
+    data = torch.randint(-limit, limit + 1, (world_size * row_numel,), generator=generator, device="cpu").to(dtype).to(device)
     return torch.empty(row_numel, dtype=dtype, device=device), data
 
 

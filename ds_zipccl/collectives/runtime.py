@@ -138,7 +138,12 @@ class Runtime:
             if overflow:
                 self.stats.overflow(call.op, raw_bytes)
 
-        return Pending(words=words, status_work=status_work, payload_work=payload_work, finish=finish,
+        def finish_on_this_stream() -> None:
+            finish()
+            if device.type == "cuda":       # read here, perhaps on another stream than the one it was allocated on
+                call.input.record_stream(torch.cuda.current_stream(device))
+
+        return Pending(words=words, status_work=status_work, payload_work=payload_work, finish=finish_on_this_stream,
                        resend=lambda: spec.resend(call, launch), on_settled=settled, release=launch.release)
 
     def _run_to_end(self, spec: CollectiveSpec, call: Call, state: GroupState) -> None:

@@ -20,25 +20,31 @@ def assert_same_bits(got: torch.Tensor, expected: torch.Tensor, where: str = "")
                              f"got {int(a[i]) & mask:#x}, expected {int(b[i]) & mask:#x}")
 
 
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(seed)          # the same data on every device
+
+
 def gaussian(numel: int, seed: int, dtype=torch.bfloat16, sigma: float = 0.02) -> torch.Tensor:
-    return (torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * sigma).to(dtype)
+    data = torch.randn(numel, generator=_generator(seed), device="cpu")
+    return (data * sigma).to(dtype).to(torch.get_default_device())
 
 
 def random_bits(numel: int, seed: int, dtype=torch.bfloat16) -> torch.Tensor:
     """Every bit pattern equally likely: NaNs with payloads, infinities and denormals included."""
     itemsize = torch.empty((), dtype=dtype).element_size()
-    data = torch.randint(0, 256, (numel * itemsize,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-    return data.view(dtype)
+    data = torch.randint(0, 256, (numel * itemsize,), generator=_generator(seed), dtype=torch.uint8, device="cpu")
+    return data.view(dtype).to(torch.get_default_device())
 
 
 def specials(numel: int, seed: int) -> torch.Tensor:
     """BF16 Gaussians sprinkled with +-0, +-Inf, NaN payloads, denormals and the largest finite values."""
     x = gaussian(numel, seed)
     patterns = torch.tensor([0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x0001, 0x8001, 0x007F, 0x7F7F, 0xFF7F],
-                            dtype=torch.int32).to(torch.int16)
-    generator = torch.Generator().manual_seed(seed + 1)
-    at = torch.randperm(numel, generator=generator)[:max(1, numel // 20)]
-    x.view(torch.int16)[at] = patterns[torch.randint(0, len(patterns), (at.numel(),), generator=generator)]
+                            dtype=torch.int32, device="cpu").to(torch.int16)
+    generator = _generator(seed + 1)
+    at = torch.randperm(numel, generator=generator, device="cpu")[:max(1, numel // 20)]
+    chosen = patterns[torch.randint(0, len(patterns), (at.numel(),), generator=generator, device="cpu")]
+    x.view(torch.int16)[at.to(x.device)] = chosen.to(x.device)
     return x
 
 

@@ -18,14 +18,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 COLLECTIVE_TIMEOUT_S = 60
+DEVICE = os.environ.get("ZIPSCAPE_TEST_DEVICE", "cpu")        # "cuda": NCCL, one GPU a rank
 
 
 def _rank_main(rank: int, world_size: int, module: str, names: tuple[str, ...], folder: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1",
-                      DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+                      DS_ACCELERATOR=DEVICE, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+        torch.set_default_device("cuda")
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size,
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=store, rank=rank, world_size=world_size,
                             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
     cases = importlib.import_module(module)
     for name in names:

@@ -9,6 +9,7 @@ from ds_zipccl.collectives import transport
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.kernels import loader
 from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits, specials
 
@@ -19,7 +20,7 @@ SIZES = (1, 3, 257, 1024, 1025, 33000)
 @contextlib.contextmanager
 def runtime(**settings):
     config = ZipcclConfig(enabled=True, **{"collectives": "always", "min_bytes": 0, **settings})
-    live = Runtime(config, {"cpu": "reference"})
+    live = Runtime(config, {device: loader.resolve("best", device) for device in {"cpu", torch.get_default_device().type}})
     try:
         yield live
     finally:
@@ -131,7 +132,7 @@ def case_reduce_scatter_in_place_with_garbage_padding(rank, world):
 def case_exactly_summable_inputs_equal_native(rank, world):
     with runtime() as live:
         for op, spec in specs().items():
-            out, data = spec.make_tensors(rank, world, 3000, torch.bfloat16, "cpu")
+            out, data = spec.make_tensors(rank, world, 3000, torch.bfloat16, torch.get_default_device())
             carry_out(live, op, out, data)
             native = torch.empty_like(out)
             spec.native(Call(op, native, data.clone(), dist.group.WORLD)).wait()

@@ -1,7 +1,8 @@
-"""The CPU kernels: C++ (csrc/zipccl/cpu_codec.cpp) behind a plain C interface, called through ctypes, which lets go of the GIL.
+"""The CPU kernels: C++ (csrc/zipccl/cpu_codec.cpp) behind a plain C interface, called through ctypes, without the GIL.
 
-A call uses up to ``torch.get_num_threads()`` threads of its own; they end with the call. The instruction set is chosen when the kernels
-are loaded, the best one the machine has; ``ZIPCCL_CPU_ISA=scalar|avx2|avx512`` takes another one (all give the same bytes).
+A call uses up to ``torch.get_num_threads()`` threads of its own; they end with the call. The instruction set is chosen
+when the kernels are loaded, the best one the machine has; ``ZIPCCL_CPU_ISA=scalar|avx2|avx512`` takes another one (all
+give the same bytes).
 """
 import ctypes
 import functools
@@ -45,7 +46,8 @@ class CpuKernels:
         self.isa = usable[-1] if isa is None else isa
         if self.isa not in usable:
             raise BuildError(describe("the CPU kernels cannot use this instruction set", got=isa,
-                                      expected=f"one of {', '.join(usable)} on this machine", todo=f"unset {ISA_VARIABLE}"))
+                                      expected=f"one of {', '.join(usable)} on this machine",
+                                      todo=f"unset {ISA_VARIABLE}"))
 
     def encode(self, x: torch.Tensor, frames: torch.Tensor, status: torch.Tensor, g: Geometry, skip: int = -1) -> None:
         """See kernels/ops.py."""
@@ -55,11 +57,12 @@ class CpuKernels:
     def decode(self, frames: torch.Tensor, out: torch.Tensor, g: Geometry, skip: int = -1) -> None:
         """See kernels/ops.py. After a FrameError the contents of ``out`` are unspecified."""
         failure = (_I64 * 3)()
-        kind = self._call("zipccl_cpu_decode", g, frames.data_ptr(), frames.stride(0), out.data_ptr(), out.stride(0) * g.itemsize,
-                          out.shape[0], skip, failure)
+        kind = self._call("zipccl_cpu_decode", g, frames.data_ptr(), frames.stride(0), out.data_ptr(),
+                          out.stride(0) * g.itemsize, out.shape[0], skip, failure)
         self._raise_if(kind, failure, frames, g)
 
-    def decode_reduce(self, frames: torch.Tensor, own: torch.Tensor, own_index: int, out: torch.Tensor, g: Geometry) -> None:
+    def decode_reduce(self, frames: torch.Tensor, own: torch.Tensor, own_index: int, out: torch.Tensor,
+                      g: Geometry) -> None:
         """See kernels/ops.py. After a FrameError the contents of ``out`` are unspecified."""
         failure = (_I64 * 3)()
         kind = self._call("zipccl_cpu_decode_reduce", g, frames.data_ptr(), frames.stride(0), own.data_ptr(), own_index,
@@ -67,7 +70,8 @@ class CpuKernels:
         self._raise_if(kind, failure, frames, g)
 
     def _call(self, name: str, g: Geometry, *arguments) -> int:
-        result = self._functions[name](_c_geometry(g), g.header, *arguments, torch.get_num_threads(), ISAS.index(self.isa))
+        result = self._functions[name](_c_geometry(g), g.header, *arguments, torch.get_num_threads(),
+                                       ISAS.index(self.isa))
         if result == -1:
             raise MemoryError(describe(f"{name} could not allocate its working memory"))
         if result < 0:

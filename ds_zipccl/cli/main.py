@@ -2,10 +2,10 @@
 import argparse
 import sys
 
-from ds_zipccl.cli import report
+from ds_zipccl.cli import bench, report
 from zipscape.errors import ZipScapeError
 
-COMMANDS = {"report": report}
+COMMANDS = {"bench": bench, "report": report}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,0 +1,15 @@
+"""``ds_zipccl bench ...``: the measurements that come with the package, one subcommand each."""
+from ds_zipccl.cli import bench_codec
+
+HELP = "measure: codec"
+BENCHES = {"codec": bench_codec}
+
+
+def add_arguments(parser) -> None:
+    benches = parser.add_subparsers(dest="bench", required=True)
+    for name, module in BENCHES.items():
+        module.add_arguments(benches.add_parser(name, help=module.HELP, description=module.DESCRIPTION))
+
+
+def run(args) -> int:
+    return BENCHES[args.bench].run(args)

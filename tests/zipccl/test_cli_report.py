@@ -1,0 +1,61 @@
+"""``ds_zipccl report``: what it says as JSON, and its one clear error for a configuration it cannot read."""
+import json
+
+import pytest
+import torch
+
+from ds_zipccl.cli.main import main
+from ds_zipccl.kernels import loader
+
+
+def report(tmp_path, *arguments) -> dict:
+    file = tmp_path / "report.json"
+    assert main(["report", "--json", str(file), *arguments]) == 0
+    return json.loads(file.read_text())
+
+
+def test_content(tmp_path, capsys):
+    data = report(tmp_path)
+    assert {"meta", "rows", "kernels", "best_kernels", "dtypes", "machine", "activation", "settings"} <= set(data)
+    versions = {row["name"]: row for row in data["rows"]}
+    assert versions["torch"]["version"] == torch.__version__ and versions["zipscape"]["compatible"] is True
+    assert set(data["kernels"]) == set(loader.NAMES)
+    assert data["kernels"]["reference"] == {"available": True, "devices": ["cpu", "cuda"], "reason": None}
+    for kernels in data["kernels"].values():
+        assert kernels["available"] == (kernels["reason"] is None)       # whatever is not there has its reason
+    assert data["best_kernels"]["cuda" if torch.cuda.is_available() else "cpu"] in loader.NAMES
+    assert data["dtypes"] == ["bfloat16", "float16", "float32"] and data["settings"] is None
+    printed = capsys.readouterr().out
+    assert "kernels: reference" in printed and "torch" in printed
+
+
+def test_settings_of_a_configuration(tmp_path, capsys):
+    config = tmp_path / "ds_config.json"
+    config.write_text(json.dumps({"bf16": {"enabled": True}, "zipccl": {"enabled": True, "min_bytes": 4096}}))
+    settings = report(tmp_path, "--config", str(config))["settings"]
+    assert settings["enabled"] is True and settings["min_bytes"] == 4096 and "kernels" in settings
+    assert "min_bytes = 4096" in capsys.readouterr().out
+    config.write_text("{}")
+    assert report(tmp_path, "--config", str(config))["settings"] is None
+    assert "no zipccl section" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("text, words", [
+    ("{ not json", "cannot read"), (None, "cannot read"), ('{"zipccl": {"enabled": true, "min_byte": 1}}', "min_byte"),
+    ('{"zipccl": {"enabled": true, "min_bytes": -1}}', "min_bytes"), ('{"zipccl": 3}', "zipccl")],
+    ids=("not json", "no file", "unknown key", "out of range", "not an object"))
+def test_a_bad_configuration_is_one_clear_error(tmp_path, capsys, text, words):
+    config = tmp_path / "ds_config.json"
+    if text is not None:
+        config.write_text(text)
+    assert main(["report", "--config", str(config)]) == 2
+    out, error = capsys.readouterr()
+    assert error.startswith("ds_zipccl: ") and words in error and "Traceback" not in error and out == ""
+    assert error.strip().count("\n") == 0
+
+
+def test_wrong_arguments_have_status_2(capsys):
+    for arguments in ([], ["nonsense"], ["report", "--nonsense"], ["bench"], ["bench", "nonsense"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == 2

@@ -117,6 +117,7 @@ def exactness(impls: dict, quick: bool) -> int:
 def graph_us(calls: list, reps: int = 9) -> float:
     """Median GPU microseconds of one call; the calls follow each other in one graph."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls[:3]:
             call()

@@ -32,9 +32,57 @@ __device__ __forceinline__ u32 scan_inclusive(u32 value) {
     return value;
 }
 
-// Relaxed accesses that bypass L1: words other CTAs write or poll.
-__device__ __forceinline__ u32 load_shared_word(const u32* p) { return *(const volatile u32*)p; }
-__device__ __forceinline__ void store_shared_word(u32* p, u32 value) { *(volatile u32*)p = value; }
+// Words of 8 bytes that CTAs tell each other, whole or not at all; they bypass L1 and order nothing else.
+__device__ __forceinline__ u64 load_message(const u64* p) { return *(const volatile u64*)p; }
+__device__ __forceinline__ void store_message(u64* p, u64 value) { *(volatile u64*)p = value; }
+
+// A second meeting of the CTA's `num_threads` threads besides __syncthreads: those that only arrive need not wait for the others.
+__device__ __forceinline__ void arrive_at_meeting(u32 num_threads) {
+#ifdef ZIPSCAPE_EMULATE
+    emulate::arrive(num_threads);
+#else
+    asm volatile("bar.arrive 1, %0;" ::"r"(num_threads) : "memory");
+#endif
+}
+__device__ __forceinline__ void wait_at_meeting(u32 num_threads) {
+#ifdef ZIPSCAPE_EMULATE
+    emulate::meet(emulate::second_meeting, num_threads);
+#else
+    asm volatile("bar.sync 1, %0;" ::"r"(num_threads) : "memory");
+#endif
+}
+
+// ---- copies to shared memory that need no registers on the way: a thread sees its own ones after wait_copies
+
+__device__ __forceinline__ void copy_16_async(void* shared, const void* global) {
+#ifdef ZIPSCAPE_EMULATE
+    *(uint4*)shared = *(const uint4*)global;
+#else
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(shared)), "l"(global) : "memory");
+#endif
+}
+
+// Ends a batch of copies.
+__device__ __forceinline__ void commit_copies() {
+#ifndef ZIPSCAPE_EMULATE
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until at most kLeft batches are under way.
+template <u32 kLeft>
+__device__ __forceinline__ void wait_copies() {
+#ifndef ZIPSCAPE_EMULATE
+    asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+#endif
+}
+
+// Shared memory whose size the launch says.
+#ifdef ZIPSCAPE_EMULATE
+#define ZIPSCAPE_DYNAMIC_SHARED(name) static __align__(16) u8 name[256 << 10]
+#else
+#define ZIPSCAPE_DYNAMIC_SHARED(name) extern __shared__ __align__(16) u8 name[]
+#endif
 
 // ---- floats as bits; every rounding is to nearest even, denormals are kept
 

@@ -53,7 +53,7 @@ struct Fiber {
 
 static std::vector<Fiber> fibers;
 static std::vector<Meeting> warp_meetings;
-static Meeting cta_meeting;
+static Meeting cta_meeting, second_meeting;
 static unsigned words[1024 / kWarpLanes][2][kWarpLanes];      // what each lane brings to a meeting, for even and odd rounds
 static jmp_buf scheduler;
 static unsigned current;
@@ -71,6 +71,14 @@ inline void meet(Meeting& meeting, unsigned size) {
         return;
     }
     while (meeting.round == round) yield();
+}
+
+// Comes to the second meeting without waiting.
+inline void arrive(unsigned size) {
+    if (++second_meeting.arrived == size) {
+        second_meeting.arrived = 0;
+        second_meeting.round++;
+    }
 }
 
 inline unsigned lane() { return threadIdx.x % kWarpLanes; }
@@ -93,7 +101,7 @@ inline void run_fiber() {
 
 inline void run_cta(unsigned num_threads) {
     warp_meetings.assign(num_threads / kWarpLanes, Meeting());
-    cta_meeting = Meeting();
+    cta_meeting = second_meeting = Meeting();
     if (fibers.size() < num_threads) fibers.resize(num_threads);
     for (unsigned t = 0; t < num_threads; t++) {
         Fiber& fiber = fibers[t];
@@ -183,7 +191,6 @@ inline unsigned __ballot_sync(unsigned, int predicate) {
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline void __syncwarp() { emulate::exchange(0); }
 inline void __syncthreads() { emulate::meet(emulate::cta_meeting, blockDim.x); }
-inline void __threadfence() {}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
@@ -212,8 +219,6 @@ inline unsigned __float_as_uint(float value) {
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 inline unsigned atomicAdd(unsigned* p, unsigned v) { const unsigned old = *p; *p += v; return old; }
-inline unsigned atomicMax(unsigned* p, unsigned v) { const unsigned old = *p; if (v > old) *p = v; return old; }
 inline unsigned atomicOr(unsigned* p, unsigned v) { const unsigned old = *p; *p |= v; return old; }
-inline unsigned atomicExch(unsigned* p, unsigned v) { const unsigned old = *p; *p = v; return old; }
 
 #endif  // ZIPSCAPE_EMULATE_H

@@ -26,40 +26,74 @@ __device__ __forceinline__ u32 raw_bits(const u8* element) {
     return F::kItem == 2 ? *(const u16*)element : *(const u32*)element;
 }
 
-// Raw data of a block, of which the first `present` elements exist; absent ones read as 0. `wide`: complete and 16-byte aligned.
+// The lane's raw data of quarter `j`, part `part` of 16 bytes (BF16, FP16: one part, FP32: two), as an offset in a block.
 template <class F>
-__device__ __forceinline__ void load_raw(const u8* block, u32 present, bool wide, u32 (&x)[F::kWords]) {
+__device__ __forceinline__ u32 part_offset(u32 i) {
+    constexpr u32 kParts = F::kWords / 16;
+    return octet(i / kParts) * F::kItem + i % kParts * 16;
+}
+
+// Raw data of a block into the lane's part of `raw` (shared memory, layout of the block). The first `present` elements exist, absent
+// ones become 0. `wide`: complete and 16-byte aligned; such a copy is under way until wait_copies.
+template <class F>
+__device__ __forceinline__ void copy_raw(u8* raw, const u8* block, u32 present, bool wide) {
     if (wide) {
 #pragma unroll
-        for (u32 i = 0; i < F::kWords / 4; i++) {
-            const u32 j = i * 4 / (F::kWords / 4), part = i % (F::kWords / 16);
-            const uint4 v = *(const uint4*)(block + octet(j) * F::kItem + 16 * part);
-            x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
-        }
+        for (u32 i = 0; i < F::kWords / 4; i++) copy_16_async(raw + part_offset<F>(i), block + part_offset<F>(i));
         return;
     }
-#pragma unroll
-    for (u32 i = 0; i < F::kWords; i++) {
-        const u32 e = octet(i / (F::kWords / 4)) + i % (F::kWords / 4) * (4 / F::kItem);
-        x[i] = e < present ? raw_bits<F>(block + e * F::kItem) : 0;
-        if (F::kItem == 2 && e + 1 < present) x[i] |= raw_bits<F>(block + (e + 1) * 2) << 16;
+#pragma unroll 1
+    for (u32 i = 0; i < kLaneElems; i++) {
+        const u32 e = octet(i / 8) + i % 8, bits = e < present ? raw_bits<F>(block + e * F::kItem) : 0;
+        if (F::kItem == 2) *(u16*)(raw + e * 2) = (u16)bits;
+        else *(u32*)(raw + e * 4) = bits;
     }
 }
 
-// Makes absent elements what section 2 says: code 1, remainder 0.
+// The lane's part of `raw`.
 template <class F>
-__device__ __forceinline__ void fill_absent(u32 (&x)[F::kWords], u32 present, u32 lo) {
-    const u32 filler = (lo + 1) << F::kMantissa;
+__device__ __forceinline__ void take_raw(const u8* raw, u32 (&x)[F::kWords]) {
 #pragma unroll
-    for (u32 i = 0; i < F::kWords; i++) {
-        const u32 e = octet(i / (F::kWords / 4)) + i % (F::kWords / 4) * (4 / F::kItem);
-        if (F::kItem == 4) {
-            if (e >= present) x[i] = filler;
-        } else {
-            if (e >= present) x[i] = filler * kBoth;
-            else if (e + 1 >= present) x[i] = (x[i] & 0xffff) | filler << 16;
-        }
+    for (u32 i = 0; i < F::kWords / 4; i++) {
+        const uint4 v = *(const uint4*)(raw + part_offset<F>(i));
+        x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
     }
+}
+
+template <class F>
+__device__ __forceinline__ void put_raw(u8* raw, const u32 (&x)[F::kWords]) {
+#pragma unroll
+    for (u32 i = 0; i < F::kWords / 4; i++)
+        *(uint4*)(raw + part_offset<F>(i)) = make_uint4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+}
+
+// The lane's raw data of a block; `raw` is scratch for blocks that are not `wide` (complete and 16-byte aligned).
+template <class F>
+__device__ __forceinline__ void load_raw(const u8* block, u32 present, bool wide, u8* raw, u32 (&x)[F::kWords]) {
+    if (wide) {
+#pragma unroll
+        for (u32 i = 0; i < F::kWords / 4; i++) {
+            const uint4 v = *(const uint4*)(block + part_offset<F>(i));
+            x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
+        }
+    } else {
+        copy_raw<F>(raw, block, present, false);
+        take_raw<F>(raw, x);
+    }
+}
+
+// Makes absent elements what section 2 says: code 1, remainder 0. `raw`: scratch.
+template <class F>
+__device__ __forceinline__ void fill_absent(u8* raw, u32 present, u32 lo, u32 (&x)[F::kWords]) {
+    put_raw<F>(raw, x);
+#pragma unroll 1
+    for (u32 i = 0; i < kLaneElems; i++) {
+        const u32 e = octet(i / 8) + i % 8, bits = (lo + 1) << F::kMantissa;
+        if (e < present) continue;
+        if (F::kItem == 2) *(u16*)(raw + e * 2) = (u16)bits;
+        else *(u32*)(raw + e * 4) = bits;
+    }
+    take_raw<F>(raw, x);
 }
 
 // The exponents of pair p, one in each half.
@@ -209,39 +243,58 @@ __device__ __forceinline__ void load_stored(Stored<F>& s, const u8* codes, const
         for (u32 j = 0; j < 4; j++) s.planes[4 * i + j] = *(const uint2*)(planes + kBlockElems * i + octet(j));
 }
 
-// The exponent of the codes of pair p, shifted left by `at`; escapes get `lo`, which is replaced later.
-__device__ __forceinline__ u32 coded_exponents(const u32 (&codes)[3], u32 p, Window w, u32 at) {
-    const u32 c = get_code(codes, p, at), e = c + (w.lo << at) * kBoth;
-    if (w.mode != kZeroMode) return e;
+// The exponent of the codes of pair p, shifted left by `at`, from lo_at = lo << at in both halves; escapes get `lo`, replaced later.
+template <bool kZeros>
+__device__ __forceinline__ u32 coded_exponents(const u32 (&codes)[3], u32 p, u32 lo_at, u32 at) {
+    const u32 c = get_code(codes, p, at);
+    if (!kZeros) return c + lo_at;
     const u32 seven = (c + (kBoth << at)) >> (at + 3) & kBoth;
-    return e & ~(seven * (((0x8000u >> at) - 1) << at));
+    return (c + lo_at) & ~(seven * (((0x8000u >> at) - 1) << at));
+}
+
+// Raw data of the lane's 4 pairs of quarter j, escapes excepted.
+template <class F, bool kZeros>
+__device__ __forceinline__ void unpack_quarter(const Stored<F>& s, u32 lo, u32 j, u32 (&x)[F::kWords / 4]) {
+    constexpr u32 kAt = F::kItem == 4 ? 0 : F::kMantissa;
+    const u32 lo_at = (lo << kAt) * kBoth;
+#pragma unroll
+    for (u32 w = 0; w < 4; w++) {
+        const u32 odd = w & 1, e = coded_exponents<kZeros>(s.codes, 4 * j + w, lo_at, kAt);
+        if constexpr (F::kItem == 4) {
+            const u32 b0 = w & 2 ? s.planes[j].y : s.planes[j].x, b1 = w & 2 ? s.planes[4 + j].y : s.planes[4 + j].x;
+            const u32 b2 = w & 2 ? s.planes[8 + j].y : s.planes[8 + j].x;
+            const u32 low = __byte_perm(b0, b1, odd ? 0x7362 : 0x5140);                  // bytes 0, 1 of both elements
+            const u32 first = __byte_perm(low, b2, odd ? 0x6610 : 0x4410), second = __byte_perm(low, b2, odd ? 0x7732 : 0x5532);
+            x[2 * w] = (first & 0x807fffffu) | (e & 0xff) << 23;                         // byte 2 twice: its top bit is the sign
+            x[2 * w + 1] = (second & 0x807fffffu) | (e >> 16) << 23;
+        } else if constexpr (F::kExtra) {
+            const u32 high = get_code(s.extra, 4 * j + w, 8);
+            x[w] = (e + __byte_perm(w & 2 ? s.planes[j].y : s.planes[j].x, 0, odd ? 0x4342 : 0x4140)) | (high & 0x03000300u) |
+                   (high & 0x04000400u) << 5;
+        } else {
+            const u32 four = w & 2 ? s.planes[j].y : s.planes[j].x;                      // remainders of four elements
+            x[w] = e + __byte_perm(four & 0x7f7f7f7fu, four & 0x80808080u, odd ? 0x7362 : 0x5140);
+        }
+    }
+}
+
+// Raw data of the block, escapes excepted, into the lane's part of `raw` (shared memory, layout of the block).
+template <class F, bool kZeros>
+__device__ __forceinline__ void unpack_as(const Stored<F>& s, u32 lo, u8* raw) {
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) {
+        u32 x[F::kWords / 4];
+        unpack_quarter<F, kZeros>(s, lo, j, x);
+#pragma unroll
+        for (u32 i = 0; i < F::kWords / 16; i++)
+            *(uint4*)(raw + part_offset<F>(j * (F::kWords / 16) + i)) = make_uint4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+    }
 }
 
 template <class F>
-__device__ __forceinline__ void unpack(const Stored<F>& s, Window w, u32 (&x)[F::kWords]) {
-#pragma unroll
-    for (u32 p = 0; p < 16; p++) {
-        const u32 j = p / 4, odd = p & 1;
-        if constexpr (F::kItem == 4) {
-            const u32 e = coded_exponents(s.codes, p, w, 0);
-            const u32 b0 = p & 2 ? s.planes[j].y : s.planes[j].x, b1 = p & 2 ? s.planes[4 + j].y : s.planes[4 + j].x;
-            const u32 b2 = p & 2 ? s.planes[8 + j].y : s.planes[8 + j].x;
-            const u32 low = __byte_perm(b0, b1, odd ? 0x7362 : 0x5140);                  // bytes 0, 1 of both elements
-            const u32 first = __byte_perm(low, b2, odd ? 0x0610 : 0x0410) & 0xffffff, second = __byte_perm(low, b2, odd ? 0x0732 : 0x0532) & 0xffffff;
-            x[2 * p] = (first & 0x7fffff) | (first << 8 & 0x80000000u) | e << 23;
-            x[2 * p + 1] = (second & 0x7fffff) | (second << 8 & 0x80000000u) | (e >> 16 & 0x1ff) << 23;
-        } else {
-            const u32 e = coded_exponents(s.codes, p, w, F::kMantissa % 16);
-            u32 v = __byte_perm(p & 2 ? s.planes[j].y : s.planes[j].x, 0, odd ? 0x4342 : 0x4140);
-            if constexpr (F::kExtra) {
-                const u32 high = get_code(s.extra, p, 8);
-                v |= (high & 0x03000300u) | (high & 0x04000400u) << 5;
-            } else {
-                v = (v & 0x007f007fu) | (v << 8 & 0x80008000u);
-            }
-            x[p] = e + v;
-        }
-    }
+__device__ __forceinline__ void unpack(const Stored<F>& s, Window w, u8* raw) {
+    if (w.mode != kZeroMode) unpack_as<F, false>(s, w.lo, raw);
+    else unpack_as<F, true>(s, w.lo, raw);
 }
 
 }  // namespace zipscape

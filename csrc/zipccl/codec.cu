@@ -7,21 +7,21 @@
 
 using namespace zipscape;
 
-// Warps of a CTA, and CTAs that must fit on a multiprocessor: what the compiler may spend on registers.
-constexpr u32 kEncodeWarps = 16, kDecodeWarps = 8, kReduceWarps = 8;
-constexpr u32 kEncodeCtas = 2, kDecodeCtas = 8, kReduceCtas = 2;
+// Warps of a CTA, and CTAs that must fit on a multiprocessor: what the compiler may spend on registers. nvrtc.py repeats the warps.
+constexpr u32 kEncodeWarps = 16, kDecodeWarps = 4, kReduceWarps = 4, kReduce2Warps = 4;
+constexpr u32 kEncodeCtas = 2, kDecodeCtas = 16, kReduceCtas = 5, kReduce2Ctas = 10;
 constexpr u32 kReduceRows = 4;              // rows whose headers are staged at once
 
-#define ZIPCCL_KERNELS(F, name)                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(kEncodeWarps * 32, kEncodeCtas) zipccl_encode_##name(const __grid_constant__ Call c) { \
-        encode_tile<F, kEncodeWarps>(c);                                                                                           \
-    }                                                                                                                              \
-    extern "C" __global__ void __launch_bounds__(kDecodeWarps * 32, kDecodeCtas * 2 / F::kItem) zipccl_decode_##name(const __grid_constant__ Call c) { \
-        decode_blocks<F, kDecodeWarps>(c);                                                                                         \
-    }                                                                                                                              \
-    extern "C" __global__ void __launch_bounds__(kReduceWarps * 32, kReduceCtas) zipccl_reduce_##name(const __grid_constant__ Call c) { \
-        decode_reduce_blocks<F, kReduceWarps, kReduceRows>(c);                                                                     \
-    }
+#define ZIPCCL_KERNEL(name, warps, ctas) \
+    extern "C" __global__ void __launch_bounds__((warps) * 32, ctas) name(const __grid_constant__ Call c)
+// What fits of 16-bit elements on a multiprocessor, fits half of FP32.
+#define ZIPCCL_KERNELS(F, dtype)                                                                                            \
+    ZIPCCL_KERNEL(zipccl_encode_##dtype, kEncodeWarps, kEncodeCtas * 2 / F::kItem) { encode_tile<F, kEncodeWarps>(c); } \
+    ZIPCCL_KERNEL(zipccl_decode_##dtype, kDecodeWarps, kDecodeCtas * 2 / F::kItem) { decode_blocks<F, kDecodeWarps>(c); }    \
+    ZIPCCL_KERNEL(zipccl_reduce2_##dtype, kReduce2Warps, kReduce2Ctas * 2 / F::kItem) {                                      \
+        decode_reduce_blocks<F, kReduce2Warps, 1, true>(c);                                                                  \
+    }                                                                                                                        \
+    ZIPCCL_KERNEL(zipccl_reduce_##dtype, kReduceWarps, kReduceCtas) { decode_reduce_blocks<F, kReduceWarps, kReduceRows, false>(c); }
 ZIPCCL_KERNELS(Bf16, bf16)
 ZIPCCL_KERNELS(Fp16, fp16)
 ZIPCCL_KERNELS(Fp32, fp32)
@@ -29,7 +29,7 @@ ZIPCCL_KERNELS(Fp32, fp32)
 // Zero when the module is loaded, so that neither needs an allocation or a memset (graph capture allows none): workspaces, handed out by
 // the caller and never given back, and the word decode reports corruption to.
 extern "C" {
-__device__ u32 zipccl_workspaces[1 << 18];
+__device__ u64 zipccl_workspaces[1 << 17];
 __device__ u32 zipccl_errors[1];
 }
 
@@ -37,22 +37,26 @@ __device__ u32 zipccl_errors[1];
 
 #ifdef ZIPSCAPE_EMULATE
 typedef void* cudaStream_t;
-#define ZIPCCL_LAUNCH(kernel, grid, warps, stream, call) emulate::launch(grid, (warps) * 32, [&] { kernel(call); })
+#define ZIPCCL_LAUNCH(kernel, grid, warps, shared, stream, call) emulate::launch(grid, (warps) * 32, [&] { kernel(call); })
 static int last_error() { return 0; }
 template <class T>
 static int address_of(void** p, T& symbol) { *p = &symbol; return 0; }
+static int allow_shared(void (*)(Call), u32) { return 0; }
 #else
-#define ZIPCCL_LAUNCH(kernel, grid, warps, stream, call) kernel<<<grid, (warps) * 32, 0, stream>>>(call)
+#define ZIPCCL_LAUNCH(kernel, grid, warps, shared, stream, call) kernel<<<grid, (warps) * 32, shared, stream>>>(call)
 static int last_error() { return (int)cudaGetLastError(); }
 template <class T>
 static int address_of(void** p, T& symbol) { return (int)cudaGetSymbolAddress(p, symbol); }
+static int allow_shared(void (*kernel)(Call), u32 bytes) {
+    return (int)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+}
 #endif
 
-#define ZIPCCL_LAUNCH_DTYPE(operation, grid, warps, stream, call)                                                \
+#define ZIPCCL_LAUNCH_DTYPE(operation, grid, warps, shared, stream, call)                                        \
     switch (call.g.dtype_code) {                                                                                 \
-        case Bf16::kCode: ZIPCCL_LAUNCH(zipccl_##operation##_bf16, grid, warps, stream, call); break;            \
-        case Fp16::kCode: ZIPCCL_LAUNCH(zipccl_##operation##_fp16, grid, warps, stream, call); break;            \
-        default: ZIPCCL_LAUNCH(zipccl_##operation##_fp32, grid, warps, stream, call); break;                     \
+        case Bf16::kCode: ZIPCCL_LAUNCH(zipccl_##operation##_bf16, grid, warps, shared, stream, call); break;    \
+        case Fp16::kCode: ZIPCCL_LAUNCH(zipccl_##operation##_fp16, grid, warps, shared, stream, call); break;    \
+        default: ZIPCCL_LAUNCH(zipccl_##operation##_fp32, grid, warps, shared, stream, call); break;             \
     }
 
 // `geometry`: the integers of ZipcclGeometry, then the 128 header bytes; host memory, read before return.
@@ -63,22 +67,27 @@ static Call make_call(const void* geometry, const void* x, i64 row_stride, void*
     memcpy(c.header, (const u8*)geometry + sizeof c.g, sizeof c.header);
     c.x = (const u8*)x, c.frames = (u8*)frames, c.out = (u8*)out;
     c.row_stride = row_stride, c.frame_stride = frame_stride, c.num_rows = num_rows, c.skip = skip;
-    c.status = (u32*)status, c.workspace = (u32*)workspace;
+    c.status = (u32*)status, c.workspace = (u64*)workspace;
     return c;
 }
 
 extern "C" {
 
-// Words of u32 that encode needs, zeroed once by the caller and owned by one stream (encode leaves them zero).
+// Words of 8 bytes that encode needs, zeroed once by the caller and owned by one stream.
 i64 zipccl_cuda_workspace_words(i64 num_rows, i64 num_groups, i64 num_tiles) {
     return workspace_words(num_rows, num_groups, num_tiles);
 }
 
-// Device addresses, on the current device, of zipccl_workspaces (and its number of words) and zipccl_errors.
-int zipccl_cuda_globals(void** workspaces, i64* num_words, void** errors) {
-    *num_words = sizeof zipccl_workspaces / sizeof(u32);
-    const int code = address_of(workspaces, zipccl_workspaces);
-    return code ? code : address_of(errors, zipccl_errors);
+// Once for each device, before anything else: lets the encode kernels have their shared memory. Gives the device addresses of
+// zipccl_workspaces (and its number of words) and zipccl_errors.
+int zipccl_cuda_prepare(void** workspaces, i64* num_words, void** errors) {
+    *num_words = sizeof zipccl_workspaces / sizeof(u64);
+    int code = address_of(workspaces, zipccl_workspaces);
+    if (!code) code = address_of(errors, zipccl_errors);
+    if (!code) code = allow_shared(zipccl_encode_bf16, encode_shared_bytes<Bf16, kEncodeWarps>());
+    if (!code) code = allow_shared(zipccl_encode_fp16, encode_shared_bytes<Fp16, kEncodeWarps>());
+    if (!code) code = allow_shared(zipccl_encode_fp32, encode_shared_bytes<Fp32, kEncodeWarps>());
+    return code;
 }
 
 // Waits for `stream`, then moves the word at a device address to the host, leaving zero.
@@ -99,7 +108,7 @@ int zipccl_cuda_encode(const void* geometry, const void* x, i64 row_stride, void
     const Call c = make_call(geometry, x, row_stride, frames, frame_stride, num_rows, skip, 0, status, workspace);
     const dim3 grid((u32)(c.g.num_tiles ? c.g.num_tiles : 1), (u32)(num_rows - (skip >= 0)));
     if (!grid.y) return 0;
-    ZIPCCL_LAUNCH_DTYPE(encode, grid, kEncodeWarps, stream, c)
+    ZIPCCL_LAUNCH_DTYPE(encode, grid, kEncodeWarps, kEncodeWarps * kBlockElems * c.g.itemsize + 32 * kBlockElems, stream, c)
     return last_error();
 }
 
@@ -109,7 +118,7 @@ int zipccl_cuda_decode(const void* geometry, const void* frames, i64 frame_strid
     const Call c = make_call(geometry, 0, row_stride, (void*)frames, frame_stride, num_rows, skip, out, errors, 0);
     const dim3 grid((u32)(c.g.num_tiles ? c.g.num_tiles * (32 / kDecodeWarps) : 1), (u32)(num_rows - (skip >= 0)));
     if (!grid.y) return 0;
-    ZIPCCL_LAUNCH_DTYPE(decode, grid, kDecodeWarps, stream, c)
+    ZIPCCL_LAUNCH_DTYPE(decode, grid, kDecodeWarps, 0, stream, c)
     return last_error();
 }
 
@@ -117,9 +126,12 @@ int zipccl_cuda_decode(const void* geometry, const void* frames, i64 frame_strid
 int zipccl_cuda_decode_reduce(const void* geometry, const void* frames, i64 frame_stride, i64 num_rows, const void* own, i64 own_index,
                               void* out, void* errors, cudaStream_t stream) {
     const Call c = make_call(geometry, own, 0, (void*)frames, frame_stride, num_rows, own_index, out, errors, 0);
-    const dim3 grid((u32)(c.g.num_tiles * (32 / kReduceWarps)));
-    if (!grid.x) return 0;
-    ZIPCCL_LAUNCH_DTYPE(reduce, grid, kReduceWarps, stream, c)
+    if (!c.g.num_tiles) return 0;
+    if (num_rows == 2) {
+        ZIPCCL_LAUNCH_DTYPE(reduce2, dim3((u32)c.g.num_tiles * (32 / kReduce2Warps)), kReduce2Warps, 0, stream, c)
+    } else {
+        ZIPCCL_LAUNCH_DTYPE(reduce, dim3((u32)c.g.num_tiles * (32 / kReduceWarps)), kReduceWarps, 0, stream, c)
+    }
     return last_error();
 }
 

@@ -23,80 +23,69 @@ __device__ __forceinline__ void load_block(Stored<F>& s, const u8* tile, const T
                 tile + t.planes_offset + b * (kBlockElems * F::kPlanes));
 }
 
-// Raw data of a block, escapes included, in the lane's part of `patch` (raw layout, shared by the warp). Returns kinds of corruption.
+// Escape number `at` of a tile, wherever it is stored; `errors` learns of places outside the sub-pool.
+__device__ __forceinline__ u32 find_escape(const Call& c, const u8* frame, const Tile& t, u32 tile_index, const u8* meta, u32 at,
+                                           u32& errors) {
+    if (at < t.escapes_capacity) {
+        const u32 slot = t.escapes_offset + at;
+        return slot < kStagedBytes ? meta[slot] : (frame + t.offset)[slot];
+    }
+    const u32 group = tile_index / (u32)c.g.group_tiles;
+    const u64 spilled = (u64)((const u32*)meta)[1] + (at - t.escapes_capacity);
+    if (spilled < pool_size(c.g, group)) return frame[c.g.pools_offset + group * c.g.pool_bytes + spilled];
+    errors |= kBadSpill;
+    return 0;
+}
+
 template <class F>
-__device__ __forceinline__ u32 decode_block(const Call& c, const Stored<F>& s, const u8* frame, const Tile& t, u32 group, u32 b,
-                                            const u8* meta, u8* patch) {
+__device__ __forceinline__ void patch_exponent(u8* element, u32 exponent) {
+    const u32 keep = ~(F::kExponentMask << F::kMantissa), bits = (exponent & F::kExponentMask) << F::kMantissa;
+    if (F::kItem == 2) *(u16*)element = (u16)((*(u16*)element & keep) | bits);
+    else *(u32*)element = (*(u32*)element & keep) | bits;
+}
+
+// Raw data of a block, escapes included, into `raw` (shared memory, layout of the block): each lane its own part. Returns kinds of
+// corruption.
+template <class F>
+__device__ __forceinline__ u32 decode_block(const Call& c, const Stored<F>& s, const u8* frame, const Tile& t, u32 tile_index, u32 b,
+                                            const u8* meta, u8* raw) {
     const u32 lane = lane_id();
     u32 errors = 0;
     const u32 heads = lane < t.num_blocks ? ((const u32*)(meta + kTileHeaderBytes))[lane] : 0;
-    const u32 before = scan_inclusive(heads >> 16) - (heads >> 16), head = __shfl_sync(kAllLanes, heads, b);
+    const u32 head = __shfl_sync(kAllLanes, heads, b), before = __reduce_add_sync(kAllLanes, lane < b ? heads >> 16 : 0);
     const Window w = {head & 0xff, head >> 8 & 0xff};
-    u32 x[F::kWords];
-    unpack<F>(s, w, x);
-#pragma unroll
-    for (u32 i = 0; i < F::kWords / 4; i++) {
-        const u32 j = i * 4 / (F::kWords / 4), part = i % (F::kWords / 16);
-        *(uint4*)(patch + octet(j) * F::kItem + 16 * part) = make_uint4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
-    }
+    unpack<F>(s, w, raw);
 
     u32 mask = escape_mask(s.codes);
-    const u32 count = __popc(mask), inclusive = scan_inclusive(count);
+    const u32 count = __popc(mask), inclusive = scan_inclusive(count), end = before + (head >> 16);
     if (__shfl_sync(kAllLanes, inclusive, kWarp - 1) != head >> 16) errors |= kBadBlockCount;
     if (w.mode > kZeroMode || w.lo > F::kTopLo) errors |= kBadWindow;
-    if (b == t.num_blocks - 1 && *(const u32*)meta != __shfl_sync(kAllLanes, before, b) + (head >> 16)) errors |= kBadTileCount;
-    u32 at = __shfl_sync(kAllLanes, before, b) + inclusive - count;
-    while (mask) {
+    if (b == t.num_blocks - 1 && *(const u32*)meta != end) errors |= kBadTileCount;
+    u32 at = before + inclusive - count;
+    const bool staged = end <= t.escapes_capacity && t.escapes_offset + end <= kStagedBytes && (errors & kBadBlockCount) == 0;
+    for (; mask; at++) {
         const u32 bit = __ffs(mask) - 1;
         mask &= mask - 1;
-        const u32 slot = t.escapes_offset + at;
-        u32 e = 0;
-        if (at < t.escapes_capacity) {
-            e = slot < kStagedBytes ? meta[slot] : (frame + t.offset)[slot];
-        } else {
-            const u64 spilled = (u64)((const u32*)meta)[1] + (at - t.escapes_capacity);
-            if (spilled < pool_size(c.g, group)) e = frame[c.g.pools_offset + group * c.g.pool_bytes + spilled];
-            else errors |= kBadSpill;
-        }
-        at++;
-        u8* element = patch + element_of_bit(bit) * F::kItem;
-        const u32 keep = ~(F::kExponentMask << F::kMantissa);
-        if (F::kItem == 2) *(u16*)element = (u16)((*(u16*)element & keep) | (e & F::kExponentMask) << F::kMantissa);
-        else *(u32*)element = (*(u32*)element & keep) | e << F::kMantissa;
+        const u32 e = staged ? meta[t.escapes_offset + at] : find_escape(c, frame, t, tile_index, meta, at, errors);
+        patch_exponent<F>(raw + element_of_bit(bit) * F::kItem, e);
     }
     return errors;
 }
 
-// Takes the lane's part back from `patch`.
+// 16 bytes of the lane's elements to their place in a block, of which the first `present` elements exist.
 template <class F>
-__device__ __forceinline__ void take_patched(const u8* patch, u32 (&x)[F::kWords]) {
-#pragma unroll
-    for (u32 i = 0; i < F::kWords / 4; i++) {
-        const u32 j = i * 4 / (F::kWords / 4), part = i % (F::kWords / 16);
-        const uint4 v = *(const uint4*)(patch + octet(j) * F::kItem + 16 * part);
-        x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
-    }
-}
-
-template <class F>
-__device__ __forceinline__ void store_raw(u8* block, u32 present, const u32 (&x)[F::kWords]) {
-    if (present == kBlockElems && is_aligned(block, 16)) {
-#pragma unroll
-        for (u32 i = 0; i < F::kWords / 4; i++) {
-            const u32 j = i * 4 / (F::kWords / 4), part = i % (F::kWords / 16);
-            *(uint4*)(block + octet(j) * F::kItem + 16 * part) = make_uint4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
-        }
+__device__ __forceinline__ void store_part(u8* block, u32 present, bool wide, u32 part, uint4 v) {
+    const u32 at = part_offset<F>(part);
+    if (wide) {
+        *(uint4*)(block + at) = v;
         return;
     }
+    const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (u32 i = 0; i < F::kWords; i++) {
-        const u32 e = octet(i / (F::kWords / 4)) + i % (F::kWords / 4) * (4 / F::kItem);
-        if (F::kItem == 4) {
-            if (e < present) *(u32*)(block + e * 4) = x[i];
-        } else {
-            if (e < present) *(u16*)(block + e * 2) = (u16)x[i];
-            if (e + 1 < present) *(u16*)(block + (e + 1) * 2) = (u16)(x[i] >> 16);
-        }
+    for (u32 i = 0; i < 16 / F::kItem; i++) {
+        if (at / F::kItem + i >= present) return;
+        if (F::kItem == 4) *(u32*)(block + at + 4 * i) = words[i % 4];
+        else *(u16*)(block + at + 2 * i) = (u16)(words[i / 2] >> 16 * (i & 1));
     }
 }
 
@@ -110,8 +99,9 @@ __device__ __forceinline__ u32 check_header(const Call& c, const u8* frame) {
 // Grid: (groups of kWarps blocks, rows without the skipped one).
 template <class F, u32 kWarps>
 __device__ __forceinline__ void decode_blocks(const Call& c) {
+    constexpr u32 kRawBytes = kBlockElems * F::kItem;
     __shared__ __align__(16) u8 meta[kStagedBytes];
-    __shared__ __align__(16) u8 patches[kWarps][kBlockElems * F::kItem];
+    __shared__ __align__(16) u8 raws[kWarps][kRawBytes];
     const u32 tile_index = blockIdx.x / (32 / kWarps), b = blockIdx.x % (32 / kWarps) * kWarps + warp_id();
     const i64 row = row_of(c, blockIdx.y);
     const u8* frame = c.frames + row * c.frame_stride;
@@ -127,96 +117,137 @@ __device__ __forceinline__ void decode_blocks(const Call& c) {
     stage_meta(tile, t, meta);
     __syncthreads();
     if (b < t.num_blocks) {
+        u8* raw = raws[warp_id()];
+        errors |= decode_block(c, s, frame, t, tile_index, b, meta, raw);
         const i64 block = (i64)tile_index * 32 + b;
-        u8* patch = patches[warp_id()];
-        errors |= decode_block(c, s, frame, t, tile_index / (u32)c.g.group_tiles, b, meta, patch);
-        u32 x[F::kWords];
-        take_patched<F>(patch, x);
-        store_raw<F>(c.out + row * c.row_stride + block * (kBlockElems * F::kItem), present_elems(c.g, block), x);
+        u8* out = c.out + row * c.row_stride + block * kRawBytes;
+        const u32 present = present_of(present_elems(c.g, tile_index), b);
+        const bool wide = present == kBlockElems && is_aligned(out, 16);
+#pragma unroll
+        for (u32 i = 0; i < F::kWords / 4; i++) store_part<F>(out, present, wide, i, *(const uint4*)(raw + part_offset<F>(i)));
     }
     if (errors) atomicOr(c.status, errors);
 }
 
 // ---- sums
 
+// The floats in 16 bytes: 8, or 4 of FP32.
 template <class F>
-__device__ __forceinline__ void add_to(float (&sum)[32], const u32 (&x)[F::kWords], bool first) {
+__device__ __forceinline__ void to_floats(uint4 v, float (&f)[16 / F::kItem]) {
+    const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (u32 i = 0; i < 32; i++) {
-        float value;
-        if (F::kItem == 4) value = __uint_as_float(x[i % F::kWords]);
-        else if (F::kMantissa == 7) value = i & 1 ? __uint_as_float(x[i / 2] & 0xffff0000u) : bf16_to_float(x[i / 2]);
-        else value = half_to_float(i & 1 ? x[i / 2] >> 16 : x[i / 2] & 0xffff);
-        sum[i] = first ? value : sum[i] + value;
+    for (u32 i = 0; i < 16 / F::kItem; i++) {
+        if (F::kItem == 4) f[i] = __uint_as_float(words[i % 4]);
+        else if (F::kMantissa == 7) f[i] = i & 1 ? __uint_as_float(words[i / 2] & 0xffff0000u) : bf16_to_float(words[i / 2]);
+        else f[i] = half_to_float(i & 1 ? words[i / 2] >> 16 : words[i / 2] & 0xffff);
     }
 }
 
 // One rounding; NaNs become the canonical one: cvt gives 0x7fff, adds give 0x7fffffff.
 template <class F>
-__device__ __forceinline__ void round_sum(const float (&sum)[32], u32 (&x)[F::kWords]) {
+__device__ __forceinline__ uint4 round_floats(const float* f) {
+    u32 words[4];
     if (F::kItem == 4) {
 #pragma unroll
-        for (u32 i = 0; i < F::kWords; i++) x[i] = sum[i] == sum[i] ? __float_as_uint(sum[i]) : 0x7fc00000u;
-        return;
-    }
-    u32 any_nan = 0;
+        for (u32 i = 0; i < 4; i++) words[i] = f[i] == f[i] ? __float_as_uint(f[i]) : 0x7fc00000u;
+    } else {
+        u32 any_nan = 0;
 #pragma unroll
-    for (u32 i = 0; i < 16; i++) {
-        x[i] = F::kMantissa == 7 ? floats_to_bf16x2(sum[2 * i], sum[2 * i + 1]) : floats_to_halfx2(sum[2 * i], sum[2 * i + 1]);
-        any_nan |= (x[i] & 0x7fff7fffu) + kBoth;               // bit 15 of a half: it was 0x7fff
-    }
-    if (any_nan & 0x80008000u) {
-        const u32 canonical = F::kMantissa == 7 ? 0x7fc0 : 0x7e00;
+        for (u32 i = 0; i < 4; i++) {
+            words[i] = F::kMantissa == 7 ? floats_to_bf16x2(f[2 * i], f[2 * i + 1]) : floats_to_halfx2(f[2 * i], f[2 * i + 1]);
+            any_nan |= (words[i] & 0x7fff7fffu) + kBoth;           // bit 15 of a half: it was 0x7fff
+        }
+        if (any_nan & 0x80008000u) {
+            const u32 canonical = F::kMantissa == 7 ? 0x7fc0 : 0x7e00;
 #pragma unroll
-        for (u32 i = 0; i < 16; i++) {
-            if ((x[i] & 0x7fff) == 0x7fff) x[i] = (x[i] & 0xffff0000u) | canonical;
-            if ((x[i] >> 16 & 0x7fff) == 0x7fff) x[i] = (x[i] & 0xffff) | canonical << 16;
+            for (u32 i = 0; i < 4; i++) {
+                if ((words[i] & 0x7fff) == 0x7fff) words[i] = (words[i] & 0xffff0000u) | canonical;
+                if ((words[i] >> 16 & 0x7fff) == 0x7fff) words[i] = (words[i] & 0xffff) | canonical << 16;
+            }
         }
     }
+    return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Grid: groups of kWarps blocks. Row `skip` comes from x, the others from their frames, added in row order.
-template <class F, u32 kWarps, u32 kRows>
+// Grid: groups of kWarps blocks. Row `skip` comes from x, the others from their frames, added in row order. kTwo: two rows, whose sum
+// needs no accumulator (a + b = b + a, also in bits, once NaNs are canonical).
+template <class F, u32 kWarps, u32 kRows, bool kTwo>
 __device__ __forceinline__ void decode_reduce_blocks(const Call& c) {
-    __shared__ __align__(16) u8 metas[kRows][kStagedBytes];
-    __shared__ __align__(16) u8 patches[kWarps][kBlockElems * F::kItem];
+    constexpr u32 kRawBytes = kBlockElems * F::kItem, kParts = F::kWords / 4, kFloats = 16 / F::kItem;
+    __shared__ __align__(16) u8 metas[kTwo ? 1 : kRows][kStagedBytes];
+    __shared__ __align__(16) u8 raws[kWarps][kRawBytes];
+    __shared__ __align__(16) u8 owns[kTwo ? kWarps : 1][kRawBytes];
     const u32 tile_index = blockIdx.x / (32 / kWarps), b = blockIdx.x % (32 / kWarps) * kWarps + warp_id();
     const Tile t = find_tile(c.g, tile_index);
     const i64 block = (i64)tile_index * 32 + b;
-    const u32 present = b < t.num_blocks ? present_elems(c.g, block) : 0;
-    u8* patch = patches[warp_id()];
+    const u32 present = present_of(present_elems(c.g, tile_index), b);
+    const u8* own = c.x + block * kRawBytes;
+    const bool wide_own = present == kBlockElems && is_aligned(own, 16);
+    u8* out = c.out + block * kRawBytes;
+    const bool wide = present == kBlockElems && is_aligned(out, 16);
+    u8* raw = raws[warp_id()];
     u32 errors = 0;
-    float sum[32];
     Stored<F> s;
-    const u32 num_rows = (u32)c.num_rows;
-    if (present && c.skip != 0) load_block(s, c.frames + t.offset, t, b);
-    for (u32 first = 0; first < num_rows; first += kRows) {
-        const u32 end = min(first + kRows, num_rows);
-        if (first) __syncthreads();                            // the metas before are used up
-        for (u32 r = first; r < end; r++)
-            if (r != c.skip) stage_meta(c.frames + r * c.frame_stride + t.offset, t, metas[r - first]);
-        __syncthreads();
-        if (!present) continue;
-#pragma unroll 1
-        for (u32 r = first; r < end; r++) {
-            const u8* frame = c.frames + r * c.frame_stride;
-            u32 x[F::kWords];
-            if (r == c.skip) {
-                const u8* own = c.x + block * (kBlockElems * F::kItem);
-                load_raw<F>(own, present, present == kBlockElems && is_aligned(own, 16), x);
-            } else {
-                if (block == 0) errors |= check_header(c, frame);
-                errors |= decode_block(c, s, frame, t, tile_index / (u32)c.g.group_tiles, b, metas[r - first], patch);
-                take_patched<F>(patch, x);
-            }
-            if (r + 1 < num_rows && r + 1 != c.skip) load_block(s, frame + c.frame_stride + t.offset, t, b);
-            add_to<F>(sum, x, r == 0);
+    if constexpr (kTwo) {
+        const u8* frame = c.frames + (1 - c.skip) * c.frame_stride;
+        u8* my_own = owns[warp_id()];
+        if (present) {
+            copy_raw<F>(my_own, own, present, wide_own);
+            commit_copies();
+            load_block(s, frame + t.offset, t, b);
+            if (block == 0) errors |= check_header(c, frame);
         }
-    }
-    if (present) {
-        u32 x[F::kWords];
-        round_sum<F>(sum, x);
-        store_raw<F>(c.out + block * (kBlockElems * F::kItem), present, x);
+        stage_meta(frame + t.offset, t, metas[0]);
+        __syncthreads();
+        if (present) {
+            errors |= decode_block(c, s, frame, t, tile_index, b, metas[0], raw);
+            wait_copies<0>();
+#pragma unroll
+            for (u32 i = 0; i < kParts; i++) {
+                float f[kFloats], other[kFloats];
+                to_floats<F>(*(const uint4*)(raw + part_offset<F>(i)), f);
+                to_floats<F>(*(const uint4*)(my_own + part_offset<F>(i)), other);
+#pragma unroll
+                for (u32 k = 0; k < kFloats; k++) f[k] += other[k];
+                store_part<F>(out, present, wide, i, round_floats<F>(f));
+            }
+        }
+    } else {
+        const u32 num_rows = (u32)c.num_rows;
+        float sum[32];
+        if (present && c.skip != 0) load_block(s, c.frames + t.offset, t, b);
+#pragma unroll 1
+        for (u32 first = 0; first < num_rows; first += kRows) {
+            const u32 end = min(first + kRows, num_rows);
+            if (first) __syncthreads();                            // the metas before are used up
+            for (u32 r = first; r < end; r++)
+                if (r != c.skip) stage_meta(c.frames + r * c.frame_stride + t.offset, t, metas[r - first]);
+            __syncthreads();
+            if (!present) continue;
+#pragma unroll 1
+            for (u32 r = first; r < end; r++) {
+                const u8* frame = c.frames + r * c.frame_stride;
+                if (r == c.skip) {
+                    copy_raw<F>(raw, own, present, wide_own);
+                    commit_copies();
+                    wait_copies<0>();
+                } else {
+                    if (block == 0) errors |= check_header(c, frame);
+                    errors |= decode_block(c, s, frame, t, tile_index, b, metas[r - first], raw);
+                }
+                if (r + 1 < num_rows && r + 1 != c.skip) load_block(s, frame + c.frame_stride + t.offset, t, b);
+#pragma unroll
+                for (u32 i = 0; i < kParts; i++) {
+                    float f[kFloats];
+                    to_floats<F>(*(const uint4*)(raw + part_offset<F>(i)), f);
+#pragma unroll
+                    for (u32 k = 0; k < kFloats; k++) sum[i * kFloats + k] = r == 0 ? f[k] : sum[i * kFloats + k] + f[k];
+                }
+            }
+        }
+        if (present)
+#pragma unroll
+            for (u32 i = 0; i < kParts; i++) store_part<F>(out, present, wide, i, round_floats<F>(sum + i * kFloats));
     }
     if (errors) atomicOr(c.status, errors);
 }

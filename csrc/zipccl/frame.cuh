@@ -17,7 +17,7 @@ struct Call {
     i64 num_rows;
     i64 skip;                          // a row to leave out (decode_reduce: the one taken from x), or -1
     u32* status;                       // encode: [1] need and overflow. decode: [1] kinds of corruption found, ORed
-    u32* workspace;                    // encode: workspace_words() words, zero before and after every call
+    u64* workspace;                    // encode: workspace_words() words, zeroed once, used by one call after the other
 };
 
 // What decode and decode_reduce report, bits of the error word.
@@ -42,10 +42,15 @@ __device__ __forceinline__ Tile find_tile(const ZipcclGeometry& g, u32 tile) {
     return t;
 }
 
-// Elements of block `block` of the frame that exist.
-__device__ __forceinline__ u32 present_elems(const ZipcclGeometry& g, i64 block) {
-    const i64 left = g.numel - block * kBlockElems;
-    return left < kBlockElems ? (u32)left : (u32)kBlockElems;
+// Elements of a tile that exist, and of block `b` of a tile of `tile_elems`.
+__device__ __forceinline__ u32 present_elems(const ZipcclGeometry& g, u32 tile) {
+    const i64 left = g.numel - (i64)tile * (32 * kBlockElems);
+    return left < 32 * kBlockElems ? (u32)left : 32u * kBlockElems;
+}
+
+__device__ __forceinline__ u32 present_of(u32 tile_elems, u32 b) {
+    const u32 before = b * kBlockElems;
+    return tile_elems <= before ? 0 : min(tile_elems - before, (u32)kBlockElems);
 }
 
 __device__ __forceinline__ u32 pool_size(const ZipcclGeometry& g, u32 group) {
@@ -57,28 +62,37 @@ __device__ __forceinline__ bool is_aligned(const void* p, u32 bytes) { return ((
 // The row a grid row works on.
 __device__ __forceinline__ i64 row_of(const Call& c, u32 index) { return index + (c.skip >= 0 && index >= c.skip); }
 
-// ---- encode's words in the workspace. A counter has 4 words: arrivals, need, overflow, unused.
-
-constexpr u32 kCounterWords = 4;
+// ---- encode's workspace: what CTAs tell each other. A message is a value below its tag; a tag no earlier call used marks it as sent.
 
 struct Workspace {
-    u32* all_rows;                     // counter of the rows
-    u32* row;                          // counter of this row's groups
-    u32* groups;                       // [num_groups] arrivals of tiles
-    u32* tiles;                        // [num_tiles] escapes + 1, 0 while unknown
+    u64* last_tag;                     // of the calls so far
+    u64* row;                          // this row's outcome
+    u64* groups;                       // [num_groups] outcomes
+    u64* tiles;                        // [num_tiles] numbers of escapes
+    i64 row_stride;                    // words to the same of the next row
 };
 
 inline __host__ __device__ i64 workspace_words(i64 num_rows, i64 num_groups, i64 num_tiles) {
-    return kCounterWords + num_rows * (kCounterWords + num_groups + num_tiles);
+    return 1 + num_rows * (1 + num_groups + num_tiles);
 }
 
 __device__ __forceinline__ Workspace find_workspace(const Call& c, u32 row_index) {
     Workspace w;
-    w.all_rows = c.workspace;
-    w.row = c.workspace + workspace_words(row_index, c.g.num_groups, c.g.num_tiles);
-    w.groups = w.row + kCounterWords;
+    w.last_tag = c.workspace;
+    w.row_stride = 1 + c.g.num_groups + c.g.num_tiles;
+    w.row = c.workspace + 1 + row_index * w.row_stride;
+    w.groups = w.row + 1;
     w.tiles = w.groups + c.g.num_groups;
     return w;
+}
+
+__device__ __forceinline__ void send(u64* to, u32 tag, u32 value) { store_message(to, (u64)tag << 32 | value); }
+
+// Waits for a message. Only CTAs of a lower index may be waited for: CTAs start in that order, so the sender runs or is done.
+__device__ __forceinline__ u32 receive(const u64* from, u32 tag) {
+    u64 message;
+    while ((u32)((message = load_message(from)) >> 32) != tag) {}
+    return (u32)message;
 }
 
 }  // namespace zipscape

@@ -12,7 +12,7 @@ _ARGUMENTS = {
     "zipccl_cuda_encode": [_P, _P, _I, _P, _I, _I, _I, _P, _P, _P],
     "zipccl_cuda_decode": [_P, _P, _I, _P, _I, _I, _I, _P, _P],
     "zipccl_cuda_decode_reduce": [_P, _P, _I, _I, _P, _I, _P, _P, _P],
-    "zipccl_cuda_globals": [ctypes.POINTER(_P), ctypes.POINTER(_I), ctypes.POINTER(_P)],
+    "zipccl_cuda_prepare": [ctypes.POINTER(_P), ctypes.POINTER(_I), ctypes.POINTER(_P)],
     "zipccl_cuda_take_word": [_P, ctypes.POINTER(ctypes.c_uint32), _P],
 }
 
@@ -24,9 +24,9 @@ def packed_geometry(g: Geometry) -> bytes:
 
 
 def workspace_words(num_rows: int, g: Geometry) -> int:
-    """u32 words of zeroed workspace that encode needs (``workspace_words`` in csrc/zipccl/frame.cuh, a test compares
+    """Words of 8 bytes, once zeroed, that encode needs as workspace (``workspace_words`` in csrc/zipccl/frame.cuh, a test compares
     both)."""
-    return 4 + num_rows * (4 + g.num_groups + g.num_tiles)
+    return 1 + num_rows * (1 + g.num_groups + g.num_tiles)
 
 
 class CudaCalls:
@@ -47,10 +47,11 @@ class CudaCalls:
         self._decode = library.zipccl_cuda_decode
         self._decode_reduce = library.zipccl_cuda_decode_reduce
 
-    def globals(self) -> tuple[int, int, int]:
-        """On the current device: address and number of the module's workspace words, address of its error word."""
+    def prepare(self) -> tuple[int, int, int]:
+        """Once for each device, before other calls, for the current one: address and number of the module's workspace words, address of
+        its error word."""
         workspaces, num_words, errors = _P(), _I(), _P()
-        code = self.library.zipccl_cuda_globals(ctypes.byref(workspaces), ctypes.byref(num_words), ctypes.byref(errors))
+        code = self.library.zipccl_cuda_prepare(ctypes.byref(workspaces), ctypes.byref(num_words), ctypes.byref(errors))
         if code:
             _refused("the module", code)
         return workspaces.value, num_words.value, errors.value

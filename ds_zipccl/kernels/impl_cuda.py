@@ -55,14 +55,14 @@ class _Device:
     """The module's global words on one device, and which of the workspace words are taken by whom."""
 
     def __init__(self, calls):
-        self._base, self._num_words, self.errors = calls.globals()
+        self._base, self._num_words, self.errors = calls.prepare()
         self._used = 0
         self._by_stream: dict[int, tuple[int, int]] = {}          # stream -> (address, words)
         self._kept: list[torch.Tensor] = []
         self._lock = threading.Lock()
 
     def workspace(self, stream: int, num_words: int) -> int:
-        """Address of at least ``num_words`` zero words for a call on ``stream``. Calls of one stream run one after the
+        """Address of at least ``num_words`` words of 8 bytes for a call on ``stream``. Calls of one stream run one after the
         other and share theirs; a call that is being captured gets its own, since its graph may run beside the
         stream."""
         if _is_capturing():
@@ -79,8 +79,8 @@ class _Device:
     def _take(self, num_words: int) -> int:
         if self._used + num_words <= self._num_words:
             self._used += num_words
-            return self._base + 4 * (self._used - num_words)
-        self._kept.append(torch.zeros(num_words, dtype=torch.int32, device="cuda"))
+            return self._base + 8 * (self._used - num_words)
+        self._kept.append(torch.zeros(num_words, dtype=torch.int64, device="cuda"))
         return self._kept[-1].data_ptr()
 
 

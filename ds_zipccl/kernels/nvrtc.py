@@ -16,7 +16,9 @@ from zipscape.errors import BuildError, describe
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _DTYPE_NAMES = {1: "bf16", 2: "fp16", 3: "fp32"}
 _FLAGS = ("--std=c++17", "-fmad=false", "-default-device")
-_ENCODE_WARPS, _DECODE_WARPS, _REDUCE_WARPS, _TILE_BLOCKS = 16, 8, 8, 32          # as in codec.cu
+_WARPS = {"encode": 16, "decode": 4, "reduce": 4, "reduce2": 4}          # as in codec.cu
+_TILE_BLOCKS, _BLOCK_ELEMS = 32, 1024
+_MAX_DYNAMIC_SHARED = 8                      # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 def _find_nvrtc() -> ctypes.CDLL:
@@ -96,27 +98,30 @@ class NvrtcCalls:
             self._modules[device] = module
         return self._modules[device]
 
-    def _launch(self, operation: str, g, grid: tuple[int, int], warps: int, stream: int, *fields: int) -> None:
-        if 0 in grid:
+    def _launch(self, operation: str, g, num_ctas: int, num_rows: int, stream: int, *fields: int) -> None:
+        if not (num_ctas and num_rows):
             return
+        shared = _BLOCK_ELEMS * (_WARPS["encode"] * g.itemsize + _TILE_BLOCKS) if operation == "encode" else 0
         key = torch.cuda.current_device(), f"zipccl_{operation}_{_DTYPE_NAMES[g.dtype_code]}"
         function = self._functions.get(key)
         if function is None:
             function = ctypes.c_void_p()
             self._check(self._driver.cuModuleGetFunction(ctypes.byref(function), self._module(), key[1].encode()), key[1])
+            if shared:
+                self._check(self._driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared), "shared memory")
             self._functions[key] = function
         call = ctypes.create_string_buffer(packed_geometry(g) + struct.pack(f"<{len(fields)}q", *fields))      # struct Call
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(call))
-        self._check(self._driver.cuLaunchKernel(function, *grid, 1, 32 * warps, 1, 1, 0, ctypes.c_void_p(stream), arguments, None),
-                    f"to launch {key[1]}")
+        self._check(self._driver.cuLaunchKernel(function, num_ctas, num_rows, 1, 32 * _WARPS[operation], 1, 1, shared,
+                                                ctypes.c_void_p(stream), arguments, None), f"to launch {key[1]}")
 
-    def globals(self) -> tuple[int, int, int]:
+    def prepare(self) -> tuple[int, int, int]:
         """See CudaCalls."""
         found = []
-        for name in (b"zipccl_workspaces", b"zipccl_errors"):
+        for name, item in ((b"zipccl_workspaces", 8), (b"zipccl_errors", 4)):
             address, size = ctypes.c_uint64(), ctypes.c_size_t()
             self._check(self._driver.cuModuleGetGlobal_v2(ctypes.byref(address), ctypes.byref(size), self._module(), name), "a global")
-            found += address.value, size.value // 4
+            found += address.value, size.value // item
         return found[0], found[1], found[2]
 
     def take_word(self, address: int, stream: int) -> int:
@@ -129,13 +134,14 @@ class NvrtcCalls:
         return word.value
 
     def encode(self, g, x, row_stride, frames, frame_stride, num_rows, skip, status, workspace, stream) -> None:
-        grid = max(g.num_tiles, 1), num_rows - (skip >= 0)
-        self._launch("encode", g, grid, _ENCODE_WARPS, stream, x, frames, 0, row_stride, frame_stride, num_rows, skip, status, workspace)
+        self._launch("encode", g, max(g.num_tiles, 1), num_rows - (skip >= 0), stream,
+                     x, frames, 0, row_stride, frame_stride, num_rows, skip, status, workspace)
 
     def decode(self, g, frames, frame_stride, out, row_stride, num_rows, skip, errors, stream) -> None:
-        grid = max(g.num_tiles * (_TILE_BLOCKS // _DECODE_WARPS), 1), num_rows - (skip >= 0)
-        self._launch("decode", g, grid, _DECODE_WARPS, stream, 0, frames, out, row_stride, frame_stride, num_rows, skip, errors, 0)
+        self._launch("decode", g, max(g.num_tiles * (_TILE_BLOCKS // _WARPS["decode"]), 1), num_rows - (skip >= 0), stream,
+                     0, frames, out, row_stride, frame_stride, num_rows, skip, errors, 0)
 
     def decode_reduce(self, g, frames, frame_stride, num_rows, own, own_index, out, errors, stream) -> None:
-        grid = g.num_tiles * (_TILE_BLOCKS // _REDUCE_WARPS), 1
-        self._launch("reduce", g, grid, _REDUCE_WARPS, stream, own, frames, out, 0, frame_stride, num_rows, own_index, errors, 0)
+        operation = "reduce2" if num_rows == 2 else "reduce"
+        self._launch(operation, g, g.num_tiles * (_TILE_BLOCKS // _WARPS[operation]), 1, stream,
+                     own, frames, out, 0, frame_stride, num_rows, own_index, errors, 0)

@@ -20,8 +20,8 @@ from zipscape.machine import write_json
 
 HELP = "the codec alone: ratio, GB/s, per cent of the copy floor, exactness"
 DESCRIPTION = """Every implementation on every kind of data. ratio: raw bytes / bytes of the frame; needed: the same without unused
-escape slots; 1 window: the best that one window a block could reach; bound: Shannon's, for H bits an exponent. GB/s: 1e9 raw bytes a second.
-floor: per cent of the speed that a copy allows = (bytes read + bytes written) / the speed of a copy of the tensor, measured in turns with
+escape slots; 1 window: the best with one window a block; bound: Shannon's, for H bits an exponent. GB/s: 1e9 raw bytes a second.
+floor: per cent of the speed a copy allows = (bytes read + bytes written) / the speed of a copy of the tensor, measured in turns with
 it. Every result is verified: exit status 1 if an element is wrong."""
 DTYPES = {row.name.replace("bfloat", "bf").replace("float", "fp"): row.torch_dtype for row in TABLE}          # bf16, fp16, fp32
 COLUMNS = ("impl", "dtype", "data", "window", "MiB", "path", "ratio", "needed", "1 window", "bound", "H bits", "comp GB/s", "floor",

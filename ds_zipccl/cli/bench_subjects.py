@@ -34,7 +34,7 @@ class Zipped(Subject):
         num_escapes = int(tile_escapes(self._frames[0], self._codec.geometry).sum())
         self.facts = {"path": "zipped", "wire_bytes": self._codec.frame_bytes, "escapes_percent": 100 * num_escapes / x.numel(),
                       "needed_bytes": needed_bytes(num_escapes, BY_TORCH[x.dtype], x.numel()),
-                      "escapes_per_block": header.escapes_per_block}
+                      "escapes_per_block": header.escapes_per_block, "spill_per_tile": header.spill_per_tile}
 
     def compress(self) -> None:
         self._codec.encode(self._rows, self._frames, self._status)

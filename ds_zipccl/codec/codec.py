@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from ds_zipccl.codec import format as fmt
+from ds_zipccl.codec.analysis import tile_escapes
 from ds_zipccl.codec.checksum import CRC32, crc32
 from ds_zipccl.codec.dtypes import BY_TORCH
+from ds_zipccl.codec.fit import best_capacity
 from ds_zipccl.errors import FrameError
 from ds_zipccl.kernels import loader, ops
 from ds_zipccl.kernels.geometry import Geometry
@@ -76,8 +78,8 @@ def compress(x: torch.Tensor, *, kernels: str = "best", escapes_per_block: int =
              spill_per_tile: int = fmt.DEFAULT_SPILL_PER_TILE, window_lo: int = -1, integrity: str = "off") -> torch.Tensor:
     """A self-describing frame, uint8 [bytes], of a dense tensor of any dtype, shape and strides, on its device.
 
-    Starts with the given capacity, repeats once with the capacity the data needs, and stores raw (mode 1) what that
-    does not make smaller than raw or whose dtype the codec does not know. The result is never longer than
+    Starts with the given capacity, repeats once with the capacity that fits the data best, and stores raw (mode 1) what
+    that does not make smaller than raw or whose dtype the codec does not know. The result is never longer than
     ``format.raw_frame_bytes(x.nbytes)``. Shape and, for dtypes outside the table, dtype are the caller's to remember.
 
     ``integrity``: "off"; "checksum": the frame carries a CRC-32 that ``decompress`` verifies; "roundtrip": the frame is
@@ -115,10 +117,10 @@ def _zipped_frame(flat: torch.Tensor, kernels: str, escapes_per_block: int, spil
         frames = codec.empty_frames(1, flat.device)
         status = torch.zeros(1, dtype=torch.int32, device=flat.device)
         codec.encode(flat.view(1, -1), frames, status)
-        overflow, need = split_status(int(status))
-        if not overflow:
+        if not split_status(int(status))[0]:
             return frames[0]
-        escapes_per_block = need
+        counts = tile_escapes(frames[0], codec.geometry)
+        escapes_per_block, spill_per_tile = best_capacity(counts, BY_TORCH[flat.dtype], flat.numel())
     return None
 
 

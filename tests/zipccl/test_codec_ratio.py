@@ -8,6 +8,7 @@ from ds_zipccl.codec import format as fmt
 from ds_zipccl.codec.analysis import best_window_escapes, exponent_entropy, exponents, needed_bytes, shannon_ratio, tile_escapes
 from ds_zipccl.codec.codec import Codec, compress, split_status
 from ds_zipccl.codec.dtypes import BY_TORCH
+from ds_zipccl.codec.fit import best_capacity
 from ds_zipccl.codec.window import MEAN_LOG2_ABS_NORMAL, lo_for_sigma
 from tests.helpers.bits import gaussian
 from tests.zipccl.codec_cases import BF16, DTYPES, FP16, FP32, data, header_of, zip_frame
@@ -196,9 +197,43 @@ def test_statistics_of_frames_and_data(kernels):
 
 
 def test_heavy_tails_are_stored_with_the_capacity_they_need(kernels):
-    """One repetition with the need of the data: smaller than raw, without overflow."""
-    x = gaussian(2 * TILE, 8, FP32, 1.0) * torch.exp(gaussian(2 * TILE, 9, FP32, 1.0))
-    frame = compress(x.to(BF16), kernels=kernels)
+    """One repetition with the capacity that fits: smaller than raw, without overflow, within 1 % of what is really needed."""
+    x = (gaussian(2 * TILE, 8, FP32, 1.0) * torch.exp(gaussian(2 * TILE, 9, FP32, 1.0))).to(BF16)
+    frame = compress(x, kernels=kernels)
     header = header_of(frame)
-    assert header.mode == fmt.MODE_ZIPPED and header.escapes_per_block == header.need > 35 and not header.overflow
-    assert 1.25 < 4 * TILE / frame.numel() < 1.40
+    assert header.mode == fmt.MODE_ZIPPED and header.need > 35 and not header.overflow
+    num_escapes = int(tile_escapes(frame, fmt.layout(ROW, x.numel(), header.escapes_per_block, header.spill_per_tile)).sum())
+    assert 1.0 <= frame.numel() / needed_bytes(num_escapes, ROW, x.numel()) < 1.01
+
+
+def test_one_odd_tile_does_not_blow_up_the_others(kernels):
+    """A tile of random bits among Gaussians spills to the sub-pool; with the status' need alone the frame would be stored raw."""
+    x = torch.cat([gaussian(5 * TILE, 10, BF16), data("random bits", BF16, TILE, 11)])
+    frame = compress(x, kernels=kernels)
+    header = header_of(frame)
+    assert header.need > 900 and header.escapes_per_block < 64 and header.spill_per_tile > 4000
+    assert fmt.layout(ROW, x.numel(), header.need, 0).frame_bytes > fmt.raw_frame_bytes(x.nbytes) > 1.2 * frame.numel()
+
+
+def test_the_fit_is_the_smallest_frame_without_overflow():
+    """Against a search over every capacity and the smallest sub-pool for it, by arithmetic; and never an overflow."""
+    generator = torch.Generator().manual_seed(12)
+    for numel in (1, 1500, TILE, TILE + 1, 3 * TILE + 5000, 300 * TILE + 77):
+        g = fmt.layout(ROW, numel)
+        for top in (0, 30, 200, 1024):
+            blocks = torch.full((g.num_tiles,), 32)
+            blocks[-1] = g.last_blocks
+            counts = (torch.rand(g.num_tiles, generator=generator) ** 3 * top * blocks).to(torch.int64)
+            c, s = best_capacity(counts, ROW, numel)
+            sizes = {}
+            for capacity in range(0, 1025, 4 if g.num_tiles < 100 else 64):
+                h = fmt.layout(ROW, numel, capacity, 0)
+                slots = torch.full((g.num_tiles,), h.escapes_capacity)
+                slots[-1] = h.last_escapes_capacity
+                groups = [(part.sum(), part.numel()) for part in (counts - slots).clamp(min=0).split(256)]
+                spill = max(math.ceil(int(total) / num) for total, num in groups)
+                sizes[capacity] = fmt.layout(ROW, numel, capacity, spill).frame_bytes if spill < 65536 else 1 << 60
+                if capacity == c:
+                    assert s == spill
+            assert fmt.layout(ROW, numel, c, s).frame_bytes <= 1.02 * min(sizes.values())
+    assert best_capacity(torch.zeros(0, dtype=torch.int64), ROW, 0) == (0, 0)

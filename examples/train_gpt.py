@@ -20,6 +20,7 @@ import byte_text
 import deepspeed
 import deepspeed.comm as dist
 import torch
+from deepspeed.accelerator import get_accelerator
 from gpt import GPT
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -91,6 +92,7 @@ def gather_weights(model):
 def main():
     args = parse_args()
     deepspeed.init_distributed(verbose=False)
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     train_text, val_text = load_text(args)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.use_deterministic_algorithms(True)

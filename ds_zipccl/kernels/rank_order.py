@@ -12,5 +12,5 @@ def sum_in_order(rows, out: torch.Tensor) -> None:
     total = None
     for row in rows:
         total = row.to(torch.float32, copy=True) if total is None else total.add_(row.to(torch.float32))
-    nan = torch.tensor(float("nan"), dtype=torch.float32, device=out.device).to(out.dtype)
-    out.copy_(torch.where(total.isnan(), nan, total.to(out.dtype)))
+    nan = torch.tensor(float("nan"), dtype=torch.float32, device="cpu").to(out.dtype)      # CUDA converts to another payload
+    out.copy_(torch.where(total.isnan(), nan.to(out.device), total.to(out.dtype)))

@@ -1,0 +1,17 @@
+"""The Triton kernels against the reference's bytes, interpreted on the CPU. On a GPU: benchmarks/gpu_codec.py."""
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_zipccl.codec.dtypes import TABLE
+
+
+@pytest.mark.parametrize("dtype", [row.name for row in TABLE])
+def test_bytes_equal_the_reference(dtype):
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    done = subprocess.run([sys.executable, str(Path(__file__).with_name("triton_cases.py")), dtype], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]

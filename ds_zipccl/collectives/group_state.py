@@ -51,7 +51,8 @@ class GroupState:
             self._in_flight = [p for p in self._in_flight if not p.finished]
 
     def close(self) -> None:
-        """Completes every call in flight."""
+        """Completes every call in flight and ends the side channel."""
         with self._lock:
             for pending in list(self._in_flight):
                 self.complete(pending)
+            self.side.close()

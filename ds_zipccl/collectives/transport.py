@@ -56,6 +56,10 @@ class SideChannel:
         """Asynchronous; ``out`` [size * n], ``own`` [n]."""
         return self._backend._allgather_base(out, own)
 
+    def close(self) -> None:
+        """Ends the communicator. All ranks of the group at the same point, with nothing in flight."""
+        self._backend.shutdown()
+
     def all_to_all(self, out: torch.Tensor, rows: torch.Tensor) -> dist.Work:
         """Asynchronous, equal pieces."""
         return self._backend.alltoall_base(out, rows, [], [])

@@ -4,12 +4,12 @@ import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import torch  # noqa: E402
+import torch
 
-from ds_zipccl.codec import format as fmt  # noqa: E402
-from ds_zipccl.codec.dtypes import TABLE  # noqa: E402
-from ds_zipccl.errors import FrameError  # noqa: E402
-from ds_zipccl.kernels import impl_reference, impl_triton  # noqa: E402
+from ds_zipccl.codec import format as fmt
+from ds_zipccl.codec.dtypes import TABLE
+from ds_zipccl.errors import FrameError
+from ds_zipccl.kernels import impl_reference, impl_triton
 
 BITS = {2: torch.int16, 4: torch.int32}
 #        kind, elements, rows, skip, offset of the rows, capacity, spill

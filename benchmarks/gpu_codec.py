@@ -1,16 +1,19 @@
 """The codec on one GPU: exactness first, then speed against the copy floor, all in one run.
 
-    python benchmarks/gpu_codec.py [--json FILE] [--quick] [--impls cuda,triton] [--part exact|speed|ratio|all] [--nvcomp FOLDER]
+    python benchmarks/gpu_codec.py [--json FILE] [--quick] [--impls cuda,triton] [--part exact|tiny|speed|ratio|all] [--nvcomp FOLDER]
 
 Speed is GPU time from CUDA-graph replay over rotating buffers that together exceed the L2 cache. GB/s = 1e9 uncompressed bytes a second.
 The floor of a call is (bytes it must read + bytes it must write) / copy speed at that size, the better of two copies of this run.
 """
 import argparse
+import ctypes
 import datetime
 import json
 import math
 import platform
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -19,6 +22,7 @@ from ds_zipccl.codec import format as fmt
 from ds_zipccl.codec.dtypes import BY_TORCH, TABLE
 from ds_zipccl.kernels import impl_reference, loader, ops
 from ds_zipccl.kernels.rank_order import sum_in_order
+from zipscape.op_builder import toolchain
 
 MIB = 1 << 20
 BITS = {2: torch.int16, 4: torch.int32}
@@ -66,7 +70,8 @@ def frames_of(impl, x, g, skip=-1):
 def check_one(name, impl, kind, dtype, n, rows, skip, offset, capacity, spill) -> int:
     """Number of things that differ from the reference."""
     g = fmt.layout(dtype, n, capacity, spill)
-    x = torch.empty(rows * (n + 3) + offset, dtype=dtype.torch_dtype, device="cuda")[offset:].view(rows, n + 3)[:, :n]
+    gap = 8 + -n % 8                     # rows are 16-byte aligned where offset is 0
+    x = torch.empty(rows * (n + gap) + offset, dtype=dtype.torch_dtype, device="cuda")[offset:].view(rows, n + gap)[:, :n]
     for i in range(rows):
         x[i] = make(kind, n, dtype, seed=i)
     frames, status = frames_of(impl, x, g, skip)
@@ -74,7 +79,7 @@ def check_one(name, impl, kind, dtype, n, rows, skip, offset, capacity, spill) -
     wrong = [what for what, ok in (("status", status == expected_status), ("bytes", torch.equal(frames, expected))) if not ok]
     if not expected_status >> 16:
         for source, reader, way in ((expected, impl, "decode"), (frames, impl_reference, "reference decode")):
-            out = torch.full((rows, n + 3), 1.5, dtype=dtype.torch_dtype, device="cuda")
+            out = torch.full((rows, n + gap), 1.5, dtype=dtype.torch_dtype, device="cuda")
             reader.decode(source, out[:, :n], g, skip)
             kept = [i for i in range(rows) if i != skip]
             wrong += [way] * (not same(out[kept, :n], x[kept]) or not bool((out[:, n:] == 1.5).all()))
@@ -90,16 +95,18 @@ def check_one(name, impl, kind, dtype, n, rows, skip, offset, capacity, spill) -
 
 
 def exactness(impls: dict, quick: bool) -> int:
-    wrong = cases = 0
+    all_wrong = 0
     for name, impl in impls.items():
-        sizes = (0, 1, 1025, 70001) if quick else (0, 1, 3, 1023, 1024, 1025, 32768, 70001, 1 << 20)
-        kinds = ("gauss", "zeros10", "tail") if quick else ("gauss", "zeros10", "zeros", "tail", "bits", "student3")
+        few = quick or name == "triton"      # it compiles again for every alignment
+        sizes = (0, 1025, 70001) if few else (0, 1, 1023, 1025, 32768, 70001)
+        kinds = ("gauss", "zeros10", "tail") if few else ("gauss", "zeros10", "zeros", "tail", "bits", "student3")
+        wrong = cases = 0
         for dtype in TABLE:
             for n in sizes:
                 for kind in kinds:
                     for capacity, spill in ((35, 64), (22, 2048)):
                         rows = 2 + n % 2
-                        wrong += check_one(name, impl, kind, dtype, n, rows, n % (rows + 1) - 1, n % 3, capacity, spill)
+                        wrong += check_one(name, impl, kind, dtype, n, rows, n % (rows + 1) - 1, 0 if name == "triton" else n % 3, capacity, spill)
                         cases += 1
         for capacity, spill in ((22, 600), (22, 64), (1024, 0)):
             wrong += check_one(name, impl, "gauss", BF16, 32768 * 260 + 77, 1, -1, 0, capacity, spill)
@@ -109,6 +116,25 @@ def exactness(impls: dict, quick: bool) -> int:
         wrong += not torch.equal(frames_of(impl, x, g)[0], frames_of(impl_reference, x, g)[0])
         row(op="parity", impl=name, dtype="all", dist="all", cases=cases, wrong=wrong)
         print(f"exactness {name}: {cases} cases, {wrong} wrong", flush=True)
+        all_wrong += wrong
+    return all_wrong
+
+
+def tiny(impls: dict) -> int:
+    """Few launches of every kernel, for compute-sanitizer: round trips only, without the reference."""
+    wrong = 0
+    for impl in impls.values():
+        for dtype in TABLE:
+            for n, kind, rows in ((70001, "tail", 3), (33000, "gauss", 2), (32768 * 3, "zeros10", 2)):
+                g = fmt.layout(dtype, n, 22, 6000)
+                x = torch.stack([make(kind, n, dtype, seed=i) for i in range(rows)])
+                frames, status = frames_of(impl, x, g)
+                out = torch.empty_like(x)
+                impl.decode(frames, out, g)
+                impl.decode_reduce(frames, x[1], 1, torch.empty_like(x[0]), g)
+                wrong += (status >> 16 == 0) and not same(x, out)
+    torch.cuda.synchronize()
+    print(f"tiny run: {wrong} wrong", flush=True)
     return wrong
 
 
@@ -204,22 +230,43 @@ def reduce_speed_of(name, impl, dtype, rows, size, copy):
     report("decode_reduce", name, dtype, "gauss", size, us, (rows - 1) * g.frame_bytes + 2 * size, copy, g.frame_bytes, wrong, rows=rows)
 
 
-def speed(impls: dict, quick: bool) -> None:
+def speed(impls: dict, quick: bool, nvcomp: Path | None) -> None:
     sizes = [s * MIB for s in ((16, 256) if quick else (1, 4, 16, 64, 256, 1024))]
     copy = {size: copy_speed(size) for size in sizes}
     for size, value in copy.items():
         print(f"copy at {size / MIB:5.0f} MiB: {value / 1e9:.0f} GB/s read + written", flush=True)
+    if nvcomp:
+        nvcomp_speed(nvcomp, copy[256 * MIB])
     for name, impl in impls.items():
         for size in sizes:
             speed_of(name, impl, BF16, "gauss", size, copy[size])
-        for rows in (2, 8):
-            for size in ((64 * MIB,) if rows == 8 or quick else (16 * MIB, 256 * MIB)):
-                reduce_speed_of(name, impl, BF16, rows, size, copy.get(size, copy[256 * MIB]))
+        for rows, size in ((2, 64 * MIB), (8, 64 * MIB)) if quick else ((2, 16 * MIB), (2, 256 * MIB), (4, 64 * MIB), (8, 64 * MIB)):
+            reduce_speed_of(name, impl, BF16, rows, size, copy.get(size, copy[256 * MIB]))
         if not quick:
             for kind in ("zeros10", "student3", "bits"):
                 speed_of(name, impl, BF16, kind, 256 * MIB, copy[256 * MIB])
             for dtype in TABLE[1:]:
                 speed_of(name, impl, dtype, "gauss", 256 * MIB, copy[256 * MIB])
+
+
+def nvcomp_speed(folder: Path, copy: float) -> None:
+    """nvCOMP's ANS at 256 MiB; ``folder`` has include/ and lib64/ of nvCOMP."""
+    size, target = 256 * MIB, Path(tempfile.mkdtemp()) / "nvcomp_ans.so"
+    library = next(folder.glob("lib*/libnvcomp.so*"))
+    subprocess.run([*toolchain.find("nvcc"), "-O2", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", f"-I{folder / 'include'}",
+                    str(Path(__file__).with_name("nvcomp_ans.cu")), "-o", str(target), str(library),
+                    "-Xlinker", f"-rpath={library.parent}"], check=True)
+    x = make("gauss", size // 2, BF16)
+    out = torch.empty_like(x)
+    results = (ctypes.c_double * 3)()
+    code = ctypes.CDLL(str(target)).nvcomp_ans(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()), ctypes.c_size_t(size),
+                                               ctypes.c_size_t(256 << 10), results)
+    if code:
+        print(f"nvCOMP failed with code {code}", flush=True)
+        return
+    wrong, frame_bytes = int((x.view(torch.int16) != out.view(torch.int16)).sum()), int(results[2])
+    for op, us in (("compress", results[0]), ("decompress", results[1])):
+        report(op, "nvcomp", BF16, "gauss", size, us, size + frame_bytes, copy, frame_bytes, wrong)
 
 
 def host_cost(name, impl) -> None:
@@ -270,30 +317,39 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def save(path: Path | None, impls: dict) -> None:
+    meta = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "torch": torch.__version__, "python": platform.python_version(),
+            "command": "python benchmarks/gpu_codec.py " + " ".join(sys.argv[1:]), "date": datetime.date.today().isoformat(),
+            "impls": list(impls), "layout": f"c = {fmt.DEFAULT_ESCAPES_PER_BLOCK}, s = {fmt.DEFAULT_SPILL_PER_TILE}; Gaussian sigma 0.02"}
+    if path:
+        path.write_text(json.dumps({"meta": meta, "rows": ROWS}, indent=1))
+        path.with_suffix(".md").write_text(f"{json.dumps(meta)}\n\n{table()}\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--nvcomp", type=Path, help="folder of an unpacked nvCOMP (include/, lib64/): measured too")
     parser.add_argument("--impls", default="cuda")
-    parser.add_argument("--part", default="all", choices=("exact", "speed", "ratio", "all"))
+    parser.add_argument("--part", default="all", choices=("exact", "tiny", "speed", "ratio", "all"))
     args = parser.parse_args()
     impls = {}
     for name in args.impls.split(","):
         loader.resolve(name, "cuda")
         impls[name] = ops.kernel_set(name)
     wrong = exactness(impls, args.quick) if args.part in ("exact", "all") else 0
+    save(args.json, impls)
+    if args.part == "tiny":
+        wrong = tiny(impls)
     if args.part in ("speed", "all"):
-        speed(impls, args.quick)
+        speed(impls, args.quick, args.nvcomp)
+        save(args.json, impls)
         for name, impl in impls.items():
             host_cost(name, impl)
     if args.part in ("ratio", "all"):
         ratios(impls)
-    meta = {"gpu": torch.cuda.get_device_name(), "driver_cuda": torch.version.cuda, "torch": torch.__version__,
-            "python": platform.python_version(), "command": "python benchmarks/gpu_codec.py " + " ".join(sys.argv[1:]),
-            "date": datetime.date.today().isoformat(), "impls": list(impls)}
-    if args.json:
-        args.json.write_text(json.dumps({"meta": meta, "rows": ROWS}, indent=1))
-        args.json.with_suffix(".md").write_text(f"{json.dumps(meta)}\n\n{table()}\n")
+    save(args.json, impls)
     return 1 if wrong else 0
 
 

@@ -36,22 +36,6 @@ __device__ __forceinline__ u32 scan_inclusive(u32 value) {
 __device__ __forceinline__ u64 load_message(const u64* p) { return *(const volatile u64*)p; }
 __device__ __forceinline__ void store_message(u64* p, u64 value) { *(volatile u64*)p = value; }
 
-// A second meeting of the CTA's `num_threads` threads besides __syncthreads: those that only arrive need not wait for the others.
-__device__ __forceinline__ void arrive_at_meeting(u32 num_threads) {
-#ifdef ZIPSCAPE_EMULATE
-    emulate::arrive(num_threads);
-#else
-    asm volatile("bar.arrive 1, %0;" ::"r"(num_threads) : "memory");
-#endif
-}
-__device__ __forceinline__ void wait_at_meeting(u32 num_threads) {
-#ifdef ZIPSCAPE_EMULATE
-    emulate::meet(emulate::second_meeting, num_threads);
-#else
-    asm volatile("bar.sync 1, %0;" ::"r"(num_threads) : "memory");
-#endif
-}
-
 // ---- copies to shared memory that need no registers on the way: a thread sees its own ones after wait_copies
 
 __device__ __forceinline__ void copy_16_async(void* shared, const void* global) {

@@ -53,7 +53,7 @@ struct Fiber {
 
 static std::vector<Fiber> fibers;
 static std::vector<Meeting> warp_meetings;
-static Meeting cta_meeting, second_meeting;
+static Meeting cta_meeting;
 static unsigned words[1024 / kWarpLanes][2][kWarpLanes];      // what each lane brings to a meeting, for even and odd rounds
 static jmp_buf scheduler;
 static unsigned current;
@@ -71,14 +71,6 @@ inline void meet(Meeting& meeting, unsigned size) {
         return;
     }
     while (meeting.round == round) yield();
-}
-
-// Comes to the second meeting without waiting.
-inline void arrive(unsigned size) {
-    if (++second_meeting.arrived == size) {
-        second_meeting.arrived = 0;
-        second_meeting.round++;
-    }
 }
 
 inline unsigned lane() { return threadIdx.x % kWarpLanes; }
@@ -101,7 +93,7 @@ inline void run_fiber() {
 
 inline void run_cta(unsigned num_threads) {
     warp_meetings.assign(num_threads / kWarpLanes, Meeting());
-    cta_meeting = second_meeting = Meeting();
+    cta_meeting = Meeting();
     if (fibers.size() < num_threads) fibers.resize(num_threads);
     for (unsigned t = 0; t < num_threads; t++) {
         Fiber& fiber = fibers[t];
@@ -206,6 +198,8 @@ inline unsigned __vadd2(unsigned a, unsigned b) {
     return emulate::pairwise(a, b, [](unsigned x, unsigned y) { return x + y; });
 }
 inline unsigned __viaddmin_u16x2(unsigned a, unsigned b, unsigned c) { return __vminu2(__vadd2(a, b), c); }
+inline unsigned __dp2a_lo(unsigned a, unsigned b, unsigned c) { return c + (a & 0xffff) * (b & 0xff) + (a >> 16) * (b >> 8 & 0xff); }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float __uint_as_float(unsigned bits) {
     float value;
     memcpy(&value, &bits, 4);

@@ -11,10 +11,17 @@ namespace zipscape {
 constexpr u32 kZeroMode = 1;
 constexpr u32 kBoth = 0x00010001u;          // a factor that copies 16 bits to both halves
 
-// The rows of codec/dtypes.py, as compile-time numbers. kWords: u32 words of raw data a lane owns.
-struct Bf16 { static constexpr u32 kCode = 1, kItem = 2, kMantissa = 7, kExponentMask = 0xff, kTopLo = 248, kPlanes = 1, kExtra = 0, kWords = 16; };
-struct Fp16 { static constexpr u32 kCode = 2, kItem = 2, kMantissa = 10, kExponentMask = 0x1f, kTopLo = 24, kPlanes = 1, kExtra = 1, kWords = 16; };
-struct Fp32 { static constexpr u32 kCode = 3, kItem = 4, kMantissa = 23, kExponentMask = 0xff, kTopLo = 248, kPlanes = 3, kExtra = 0, kWords = 32; };
+// The rows of codec/dtypes.py, as compile-time numbers. kWords: u32 words of raw data a lane owns. kAt: bit where two exponents are worked
+// on, one in each half: in place for 16-bit types (no shifts), packed for FP32.
+struct Bf16 {
+    static constexpr u32 kCode = 1, kItem = 2, kMantissa = 7, kExponentMask = 0xff, kTopLo = 248, kPlanes = 1, kExtra = 0, kWords = 16, kAt = 7;
+};
+struct Fp16 {
+    static constexpr u32 kCode = 2, kItem = 2, kMantissa = 10, kExponentMask = 0x1f, kTopLo = 24, kPlanes = 1, kExtra = 1, kWords = 16, kAt = 10;
+};
+struct Fp32 {
+    static constexpr u32 kCode = 3, kItem = 4, kMantissa = 23, kExponentMask = 0xff, kTopLo = 248, kPlanes = 3, kExtra = 0, kWords = 32, kAt = 0;
+};
 
 // First of the 8 consecutive elements that this lane owns in quarter j of a block.
 __device__ __forceinline__ u32 octet(u32 j) { return 256 * j + 8 * lane_id(); }
@@ -96,26 +103,34 @@ __device__ __forceinline__ void fill_absent(u8* raw, u32 present, u32 lo, u32 (&
     take_raw<F>(raw, x);
 }
 
-// The exponents of pair p, one in each half.
+// The exponents of pair p, one in each half, at bit F::kAt.
 template <class F>
 __device__ __forceinline__ u32 exponents(const u32 (&x)[F::kWords], u32 p) {
     if (F::kItem == 4) return ((x[2 * p % F::kWords] >> 23) & 0xff) | ((x[(2 * p + 1) % F::kWords] >> 7) & 0x00ff0000u);
-    return (x[p] >> F::kMantissa % 16) & F::kExponentMask * kBoth;
+    return x[p] & (F::kExponentMask * kBoth << F::kAt);
 }
 
 struct Window { u32 lo, mode; };
 
+// a / b, rounded down, for a < 2^24 and b in 1..2^24 whose quotient is below 2^16: a guess that may be off by one, put right.
+__device__ __forceinline__ u32 divide_small(u32 a, u32 b) {
+    const u32 guess = (u32)__fdividef((float)a, (float)b);
+    const int rest = (int)(a - guess * b);
+    return rest < 0 ? guess - 1 : rest >= (int)b ? guess + 1 : guess;
+}
+
 // Window of a block from the mean of its non-zero exponents, or the given one.
 template <class F>
 __device__ __forceinline__ Window choose_window(const u32 (&x)[F::kWords], u32 present, int given_lo) {
+    constexpr u32 kAt = F::kAt;
     u32 sum = 0, count = 0;
 #pragma unroll
     for (u32 p = 0; p < 16; p++) {
         const u32 e = exponents<F>(x, p);
-        sum += e;
-        count += __vminu2(e, kBoth);
+        sum = __dp2a_lo(e, 0x0101u, sum);                                     // adds both halves
+        count += __vminu2(e, kBoth << kAt);
     }
-    sum = (sum & 0xffff) + (sum >> 16), count = (count & 0xffff) + (count >> 16);
+    sum >>= kAt, count = ((count & 0xffff) + (count >> 16)) >> kAt;
     const u32 both = __reduce_add_sync(kAllLanes, sum | count << 20);         // sum < 2^18, count < 2^11
     sum = both & 0xfffff, count = both >> 20;
     Window w;
@@ -124,19 +139,20 @@ __device__ __forceinline__ Window choose_window(const u32 (&x)[F::kWords], u32 p
         w.lo = min(given_lo + w.mode, F::kTopLo);
     } else {
         const u32 tenths = (w.mode == kZeroMode ? 34 : 43) * count;
-        w.lo = count == 0 || 10 * sum < tenths ? 0 : min((10 * sum - tenths) / (10 * count), F::kTopLo);
+        w.lo = count == 0 || 10 * sum < tenths ? 0 : min(divide_small(10 * sum - tenths, 10 * count), F::kTopLo);
     }
     return w;
 }
 
-// Adds the 3-bit codes `c` of pair p (one in each half, at bit 0) to the lane's three words.
-__device__ __forceinline__ void put_code(u32 (&words)[3], u32 p, u32 c) {
+// Adds the 3-bit codes of pair p, which are in `c` at bit `at` of both halves (other bits may be set), to the lane's three words.
+__device__ __forceinline__ void put_code(u32 (&words)[3], u32 p, u32 c, u32 at) {
     if (p < 15) {
-        words[p % 3] |= c << 3 * (p / 3);
+        const u32 to = 3 * (p / 3);
+        words[p % 3] |= (to >= at ? c << (to - at) % 32 : c >> (at - to) % 32) & 7 * kBoth << to;
     } else {
-        words[0] |= (c & kBoth) << 15;
-        words[1] |= (c & 2 * kBoth) << 14;
-        words[2] |= (c & 4 * kBoth) << 13;
+        words[0] |= (c << (15 - at)) & kBoth << 15;
+        words[1] |= (c << (14 - at)) & kBoth << 15;
+        words[2] |= (c << (13 - at)) & kBoth << 15;
     }
 }
 
@@ -152,18 +168,19 @@ __device__ __forceinline__ u32 get_code(const u32 (&words)[3], u32 p, u32 at) {
 
 template <class F>
 __device__ __forceinline__ void pack_codes(const u32 (&x)[F::kWords], Window w, u32 (&words)[3]) {
-    const u32 minus_lo = ((0u - w.lo) & 0xffff) * kBoth;
+    constexpr u32 kAt = F::kAt, kOne = kBoth << kAt;
+    const u32 minus_lo = ((0u - (w.lo << kAt)) & 0xffff) * kBoth;
     words[0] = words[1] = words[2] = 0;
     if (w.mode != kZeroMode) {
 #pragma unroll
         for (u32 p = 0; p < 16; p++)                                // distance 1..7, else 0: 8 and more (also negative) lose bit 3
-            put_code(words, p, __viaddmin_u16x2(exponents<F>(x, p), minus_lo, 8 * kBoth) & 7 * kBoth);
+            put_code(words, p, __viaddmin_u16x2(exponents<F>(x, p), minus_lo, 8 * kOne), kAt);
     } else {
 #pragma unroll
         for (u32 p = 0; p < 16; p++) {
-            const u32 e = exponents<F>(x, p), distance = __viaddmin_u16x2(e, minus_lo, 7 * kBoth);
-            const u32 zero = __vminu2(e, kBoth) ^ kBoth, outside = (distance + kBoth) >> 3 & kBoth;
-            put_code(words, p, (distance - outside * 7) | zero * 7);
+            const u32 e = exponents<F>(x, p), distance = __viaddmin_u16x2(e, minus_lo, 7 * kOne);
+            const u32 zero = __vminu2(e, kOne) ^ kOne, outside = (distance + kOne) >> 3 & kOne;
+            put_code(words, p, (distance - outside * 7) | zero * 7, kAt);
         }
     }
 }
@@ -192,7 +209,7 @@ __device__ __forceinline__ void store_remainders(const u32 (&x)[F::kWords], u8* 
     if (F::kExtra) {
         u32 words[3] = {0, 0, 0};
 #pragma unroll
-        for (u32 p = 0; p < 16; p++) put_code(words, p, (x[p] >> 8 & 3 * kBoth) | (x[p] >> 13 & 4 * kBoth));
+        for (u32 p = 0; p < 16; p++) put_code(words, p, (x[p] >> 8 & 3 * kBoth) | (x[p] >> 13 & 4 * kBoth), 0);
         store_codes(extra, words);
     }
 #pragma unroll
@@ -255,7 +272,7 @@ __device__ __forceinline__ u32 coded_exponents(const u32 (&codes)[3], u32 p, u32
 // Raw data of the lane's 4 pairs of quarter j, escapes excepted.
 template <class F, bool kZeros>
 __device__ __forceinline__ void unpack_quarter(const Stored<F>& s, u32 lo, u32 j, u32 (&x)[F::kWords / 4]) {
-    constexpr u32 kAt = F::kItem == 4 ? 0 : F::kMantissa;
+    constexpr u32 kAt = F::kAt;
     const u32 lo_at = (lo << kAt) * kBoth;
 #pragma unroll
     for (u32 w = 0; w < 4; w++) {

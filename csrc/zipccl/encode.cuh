@@ -100,16 +100,16 @@ __device__ __forceinline__ void encode_tile(const Call& c) {
     constexpr u32 kPerWarp = 32 / kWarps, kRawBytes = kBlockElems * F::kItem, kThreads = kWarps * kWarp;
     ZIPSCAPE_DYNAMIC_SHARED(shared);
     __shared__ u32 heads[32];                        // block headers
+    __shared__ u32 progress;                         // of the warps: escapes, and from bit 20 on warps that have counted theirs
     __shared__ u32 spilled_before, tag;
     const u32 tile_index = blockIdx.x, lane = lane_id(), warp = warp_id();
     const i64 row_index = row_of(c, blockIdx.y);
     u8* frame = c.frames + row_index * c.frame_stride;
     const Workspace ws = find_workspace(c, blockIdx.y);
     Outcome outcome = {0, 0};
-    if (threadIdx.x == 0) tag = (u32)load_message(ws.last_tag) + 1, spilled_before = 0;
+    const u64 last_tag = threadIdx.x == 0 ? load_message(ws.last_tag) : 0;
     if (c.g.num_tiles == 0) {
-        __syncthreads();
-        if (warp == 0) finish_row(c, ws, tag, frame, outcome);
+        if (warp == 0) finish_row(c, ws, __shfl_sync(kAllLanes, (u32)last_tag, 0) + 1, frame, outcome);
         return;
     }
     const Tile t = find_tile(c.g, tile_index);
@@ -124,12 +124,15 @@ __device__ __forceinline__ void encode_tile(const Call& c) {
     u32 x[F::kWords], next[F::kWords];
     u32 present = present_of(tile_elems, warp);
     if (present) load_raw<F>(src + warp * kRawBytes, present, aligned && present == kBlockElems, raw, x);
+    u32 num_escapes = 0;                             // of this warp's blocks
+    if (threadIdx.x == 0) tag = (u32)last_tag + 1, spilled_before = progress = 0;
+    __syncthreads();
 #pragma unroll 1
     for (u32 i = 0; i < kPerWarp; i++) {
         const u32 b = warp + i * kWarps, next_present = i + 1 < kPerWarp ? present_of(tile_elems, b + kWarps) : 0;
         if (next_present)
             load_raw<F>(src + (b + kWarps) * kRawBytes, next_present, aligned && next_present == kBlockElems, raw, next);
-        u32 mask = 0, at = 0, head = 0;
+        u32 mask = 0, head = 0;
         if (present) {
             const Window w = choose_window<F>(x, present, (int)c.g.window_lo);
             if (present < kBlockElems) fill_absent<F>(raw, present, w.lo, x);
@@ -137,28 +140,27 @@ __device__ __forceinline__ void encode_tile(const Call& c) {
             pack_codes<F>(x, w, words);
             store_codes(tile + t.codes_offset + b * kCodeBytes, words);
             mask = escape_mask(words);
-            const u32 count = __popc(mask), inclusive = scan_inclusive(count);
-            at = b * kBlockElems + inclusive - count;
-            head = w.lo | w.mode << 8 | __shfl_sync(kAllLanes, inclusive, kWarp - 1) << 16;
+            const u32 count = __reduce_add_sync(kAllLanes, __popc(mask));
+            head = w.lo | w.mode << 8 | count << 16;
+            num_escapes += count;
         }
-        if (lane == 0) heads[b] = head;
-        // All that other CTAs need is the tile's count: it is on its way while the bulk of the work is done.
-        if (i == kPerWarp - 1) {
-            if (warp != 0) {
-                arrive_at_meeting(kThreads);
-            } else {
-                wait_at_meeting(kThreads);
-                const u32 total = __reduce_add_sync(kAllLanes, heads[lane] >> 16);
-                if (lane == 0) send(ws.tiles + tile_index, tag, total);
+        if (lane == 0) {
+            heads[b] = head;
+            // All that other CTAs need is the tile's count: it is on its way while the bulk of the work is done.
+            if (i == kPerWarp - 1) {
+                const u32 before = atomicAdd(&progress, num_escapes | 1u << 20);
+                if (before >> 20 == kWarps - 1) send(ws.tiles + tile_index, tag, (before & 0xfffff) + num_escapes);
             }
         }
         if (present) {
             put_raw<F>(raw, x);
             store_remainders<F>(x, tile + t.extra_offset + b * kCodeBytes, tile + t.planes_offset + b * (kBlockElems * F::kPlanes));
+            const u32 count = __popc(mask);
+            u8* to = staged + b * kBlockElems + scan_inclusive(count) - count;
             while (mask) {
                 const u32 bit = __ffs(mask) - 1;
                 mask &= mask - 1;
-                staged[at++] = (u8)(raw_bits<F>(raw + element_of_bit(bit) * F::kItem) >> F::kMantissa & F::kExponentMask);
+                *to++ = (u8)(raw_bits<F>(raw + element_of_bit(bit) * F::kItem) >> F::kMantissa & F::kExponentMask);
             }
         }
         present = next_present;
@@ -169,6 +171,16 @@ __device__ __forceinline__ void encode_tile(const Call& c) {
 
     const u32 head = heads[lane], before = scan_inclusive(head >> 16) - (head >> 16);
     const u32 total = __shfl_sync(kAllLanes, before + (head >> 16), kWarp - 1);
+    const u32 num_tiles = (u32)c.g.num_tiles, num_groups = (u32)c.g.num_groups;
+    if (warp == kWarps - 1 && tile_index == min(group_first + (u32)c.g.group_tiles, num_tiles) - 1) {
+        outcome = finish_group(c, ws, tag, frame, group);
+        if (group + 1 < num_groups) {
+            if (lane == 0) send(ws.groups + group, tag, status_word(outcome));
+        } else {
+            if (num_groups > 1) collect(ws.groups, 1, group, tag, outcome);
+            finish_row(c, ws, tag, frame, outcome);
+        }
+    }
     u8* slots = tile + t.escapes_offset;
     u8* pool = 0;                                    // where the tile's spill goes, if it has one and it fits
     u32 spill_offset = 0;
@@ -189,19 +201,8 @@ __device__ __forceinline__ void encode_tile(const Call& c) {
         }
     }
     for (u32 i = total + threadIdx.x; i < t.escapes_capacity; i += kThreads) slots[i] = 0;
-    if (warp != 0) return;
-
-    if (lane < t.num_blocks) ((u32*)(tile + kTileHeaderBytes))[lane] = head;
-    if (lane < 4) ((u32*)tile)[lane] = lane == 0 ? total : lane == 1 ? spill_offset : 0;
-    const u32 num_tiles = (u32)c.g.num_tiles, num_groups = (u32)c.g.num_groups;
-    if (tile_index != min(group_first + (u32)c.g.group_tiles, num_tiles) - 1) return;
-    outcome = finish_group(c, ws, tag, frame, group);
-    if (group + 1 < num_groups) {
-        if (lane == 0) send(ws.groups + group, tag, status_word(outcome));
-        return;
-    }
-    if (num_groups > 1) collect(ws.groups, 1, group, tag, outcome);
-    finish_row(c, ws, tag, frame, outcome);
+    if (warp == 0 && lane < t.num_blocks) ((u32*)(tile + kTileHeaderBytes))[lane] = head;
+    if (warp == 0 && lane < 4) ((u32*)tile)[lane] = lane == 0 ? total : lane == 1 ? spill_offset : 0;
 }
 
 }  // namespace zipscape

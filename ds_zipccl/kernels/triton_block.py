@@ -2,8 +2,19 @@
 
 Tensors of shape [L] hold one number a lane; u32 words hold two 16-bit halves. ``DT`` is the dtype code: 1 BF16, 2 FP16, 3 FP32.
 """
+import inspect
+
 import triton
 import triton.language as tl
+
+POINTERS = ("x", "frames", "out", "own", "status", "outcomes", "errors_at")
+
+
+def kernel(function):
+    """A launchable kernel that is compiled once for a dtype and alignment, not again for other sizes and offsets."""
+    sizes = [name for name, parameter in inspect.signature(function).parameters.items()
+             if name not in POINTERS and parameter.annotation is inspect.Parameter.empty]
+    return triton.jit(function, do_not_specialize=sizes)
 
 
 @triton.jit

@@ -145,7 +145,7 @@ def check_header(frame, h0, h1, h2, h3, h4):
     return tl.max(tl.where(bad, BAD_HEADER, 0), 0)
 
 
-@triton.jit
+@blk.kernel
 def decode(frames, out, errors_at, row_stride, frame_stride, skip, numel, num_tiles, num_groups, tiles_offset, tile_bytes, last_blocks,
            escapes_offset, capacity, codes_offset, extra_offset, planes_offset, last_escapes_offset, last_capacity, last_codes_offset,
            last_extra_offset, last_planes_offset, pools_offset, pool_bytes, last_pool_bytes, h0, h1, h2, h3, h4, WIDE: tl.constexpr,
@@ -162,12 +162,12 @@ def decode(frames, out, errors_at, row_stride, frame_stride, skip, numel, num_ti
     if t < num_tiles:
         last = t == num_tiles - 1
         num_blocks = tl.where(last, last_blocks, 32)
-        tile = frame + tiles_offset + t.to(tl.int64) * tile_bytes
+        tile = tl.multiple_of(frame + tiles_offset + t.to(tl.int64) * tile_bytes, 16)
         escapes_offset = tl.where(last, last_escapes_offset, escapes_offset)
         capacity = tl.where(last, last_capacity, capacity)
         codes_offset = tl.where(last, last_codes_offset, codes_offset)
         extra_offset = tl.where(last, last_extra_offset, extra_offset)
-        planes_offset = tl.where(last, last_planes_offset, planes_offset)
+        planes_offset = tl.multiple_of(tl.where(last, last_planes_offset, planes_offset), 128)
         group = t // GROUP_TILES
         room = tl.where(group == num_groups - 1, last_pool_bytes, pool_bytes)
         pool = frame + pools_offset + group.to(tl.int64) * pool_bytes
@@ -180,6 +180,8 @@ def decode(frames, out, errors_at, row_stride, frame_stride, skip, numel, num_ti
         tile_elems = tl.minimum(numel - t.to(tl.int64) * TILE_ELEMS, TILE_ELEMS).to(tl.int32)
         present = tl.minimum(tl.maximum(tile_elems - block * 1024, 0), 1024)
         target = out + row.to(tl.int64) * row_stride + t.to(tl.int64) * TILE_ELEMS
+        if WIDE:
+            target = tl.multiple_of(target, 16)
         full = tile_elems == TILE_ELEMS
         for j in tl.static_range(4):
             l0, g0, l1, g1, l2, g2, l3, g3 = decode_quarter(tile, pool, room, state, escapes_offset, capacity, planes_offset, block, lane,
@@ -208,7 +210,7 @@ def rounded(value, DT: tl.constexpr):
     return tl.where(nan, 0x7FC00000, bits)
 
 
-@triton.jit
+@blk.kernel
 def decode_reduce(frames, own, out, errors_at, frame_stride, own_index, num_rows, numel, num_tiles, num_groups, tiles_offset, tile_bytes,
                   last_blocks, escapes_offset, capacity, codes_offset, extra_offset, planes_offset, last_escapes_offset, last_capacity,
                   last_codes_offset, last_extra_offset, last_planes_offset, pools_offset, pool_bytes, last_pool_bytes, h0, h1, h2, h3, h4,
@@ -222,7 +224,7 @@ def decode_reduce(frames, own, out, errors_at, frame_stride, own_index, num_rows
     capacity = tl.where(last, last_capacity, capacity)
     codes_offset = tl.where(last, last_codes_offset, codes_offset)
     extra_offset = tl.where(last, last_extra_offset, extra_offset)
-    planes_offset = tl.where(last, last_planes_offset, planes_offset)
+    planes_offset = tl.multiple_of(tl.where(last, last_planes_offset, planes_offset), 128)
     group = t // GROUP_TILES
     room = tl.where(group == num_groups - 1, last_pool_bytes, pool_bytes)
     lanes = tl.arange(0, L)

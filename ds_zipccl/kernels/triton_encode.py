@@ -104,7 +104,7 @@ def store_escapes(tile, pool, pool_room, mask, e, at0, at1, escapes_offset, capa
     return at0 + is0.to(tl.int32), at1 + is1.to(tl.int32)
 
 
-@triton.jit
+@blk.kernel
 def tiles(x, frames, row_stride, frame_stride, skip, numel, num_tiles, given_lo, tiles_offset, tile_bytes, last_blocks,
           escapes_offset, capacity, codes_offset, extra_offset, planes_offset, last_escapes_offset, last_capacity, last_codes_offset,
           last_extra_offset, last_planes_offset, WIDE: tl.constexpr, L: tl.constexpr, DT: tl.constexpr):
@@ -114,13 +114,15 @@ def tiles(x, frames, row_stride, frame_stride, skip, numel, num_tiles, given_lo,
     last = t == num_tiles - 1
     num_blocks = tl.where(last, last_blocks, 32)
     tile_elems = tl.minimum(numel - t.to(tl.int64) * TILE_ELEMS, TILE_ELEMS).to(tl.int32)
-    tile = frames + row.to(tl.int64) * frame_stride + tiles_offset + t.to(tl.int64) * tile_bytes
+    tile = tl.multiple_of(frames + row.to(tl.int64) * frame_stride + tiles_offset + t.to(tl.int64) * tile_bytes, 16)
     source = x + row.to(tl.int64) * row_stride + t.to(tl.int64) * TILE_ELEMS
+    if WIDE:
+        source = tl.multiple_of(source, 16)
     escapes_offset = tl.where(last, last_escapes_offset, escapes_offset)
     capacity = tl.where(last, last_capacity, capacity)
     codes_offset = tl.where(last, last_codes_offset, codes_offset)
     extra_offset = tl.where(last, last_extra_offset, extra_offset)
-    planes_offset = tl.where(last, last_planes_offset, planes_offset)
+    planes_offset = tl.multiple_of(tl.where(last, last_planes_offset, planes_offset), 128)
     running = 0
     for chunk in range(0, 1024 // L):
         running = encode_chunk(tile, source, chunk, tile_elems, num_blocks, running, escapes_offset, capacity, tile, 0, codes_offset,
@@ -134,7 +136,7 @@ def tiles(x, frames, row_stride, frame_stride, skip, numel, num_tiles, given_lo,
         at += 1024
 
 
-@triton.jit
+@blk.kernel
 def groups(frames, outcomes, frame_stride, skip, num_tiles, num_groups, tiles_offset, tile_bytes, last_blocks, capacity, last_capacity,
            pools_offset, pool_bytes, last_pool_bytes, GROUP: tl.constexpr):
     """Grid (groups, rows). ``outcomes`` [rows, groups]: need, and bit 16 for overflow."""
@@ -173,7 +175,7 @@ def worst_outcome(outcomes, count):
     return tl.max(worst_need, 0), tl.max(any_overflow, 0)
 
 
-@triton.jit
+@blk.kernel
 def finish(x, frames, status, outcomes, row_stride, frame_stride, skip, num_rows, numel, num_tiles, num_groups, given_lo, tiles_offset,
            tile_bytes, last_blocks, capacity, last_capacity, pools_offset, pool_bytes, last_pool_bytes, h0, h1, h2, h3, h4,
            WIDE: tl.constexpr, L: tl.constexpr, DT: tl.constexpr):

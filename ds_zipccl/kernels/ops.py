@@ -33,8 +33,13 @@ _SETS: dict[str, SimpleNamespace] = {}
 
 
 def register(name: str, functions, device_types: tuple[str, ...]) -> None:
-    """Makes a kernel set available under ``name`` for tensors on the given device types."""
-    _SETS[name] = SimpleNamespace(name=name, device_types=device_types, **{f: getattr(functions, f) for f in FUNCTIONS})
+    """Makes a kernel set available under ``name`` for tensors on the given device types.
+
+    A set whose decode cannot raise without waiting for its device also has ``raise_on_error(device)``, which waits and raises
+    FrameError for what was decoded since the last call; ``None`` where decode raises by itself.
+    """
+    _SETS[name] = SimpleNamespace(name=name, device_types=device_types, raise_on_error=getattr(functions, "raise_on_error", None),
+                                  **{f: getattr(functions, f) for f in FUNCTIONS})
 
 
 def kernel_set(name: str) -> SimpleNamespace:

@@ -107,9 +107,9 @@ __device__ __forceinline__ void encode_tile(const Call& c) {
     u8* frame = c.frames + row_index * c.frame_stride;
     const Workspace ws = find_workspace(c, blockIdx.y);
     Outcome outcome = {0, 0};
-    const u64 last_tag = threadIdx.x == 0 ? load_message(ws.last_tag) : 0;
+    const u32 new_tag = lane == 0 ? (u32)load_message(ws.last_tag) + 1 : 0;          // needed late: nobody waits for it here
     if (c.g.num_tiles == 0) {
-        if (warp == 0) finish_row(c, ws, __shfl_sync(kAllLanes, (u32)last_tag, 0) + 1, frame, outcome);
+        if (warp == 0) finish_row(c, ws, __shfl_sync(kAllLanes, new_tag, 0), frame, outcome);
         return;
     }
     const Tile t = find_tile(c.g, tile_index);
@@ -125,7 +125,7 @@ __device__ __forceinline__ void encode_tile(const Call& c) {
     u32 present = present_of(tile_elems, warp);
     if (present) load_raw<F>(src + warp * kRawBytes, present, aligned && present == kBlockElems, raw, x);
     u32 num_escapes = 0;                             // of this warp's blocks
-    if (threadIdx.x == 0) tag = (u32)last_tag + 1, spilled_before = progress = 0;
+    if (threadIdx.x == 0) spilled_before = progress = 0;
     __syncthreads();
 #pragma unroll 1
     for (u32 i = 0; i < kPerWarp; i++) {
@@ -149,7 +149,10 @@ __device__ __forceinline__ void encode_tile(const Call& c) {
             // All that other CTAs need is the tile's count: it is on its way while the bulk of the work is done.
             if (i == kPerWarp - 1) {
                 const u32 before = atomicAdd(&progress, num_escapes | 1u << 20);
-                if (before >> 20 == kWarps - 1) send(ws.tiles + tile_index, tag, (before & 0xfffff) + num_escapes);
+                if (before >> 20 == kWarps - 1) {
+                    tag = new_tag;
+                    send(ws.tiles + tile_index, new_tag, (before & 0xfffff) + num_escapes);
+                }
             }
         }
         if (present) {

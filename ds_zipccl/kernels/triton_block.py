@@ -63,7 +63,8 @@ def load_quarter(row, block, first, present, filler, full, WIDE: tl.constexpr, D
     if DT == 3:
         if WIDE and full:
             a = tl.arange(0, 2)
-            at = (block * 1024 + first)[:, None, None, None] + 4 * a[None, :, None, None] + 2 * a[None, None, :, None] + a[None, None, None, :]
+            within = 4 * a[:, None, None] + 2 * a[None, :, None] + a[None, None, :]
+            at = (block * 1024 + first)[:, None, None, None] + within[None, :, :, :]
             low, high = tl.split(bits32(tl.load(row + at)))
             l02, l13 = tl.split(low)
             h02, h13 = tl.split(high)

@@ -10,9 +10,11 @@ BAD_HEADER, BAD_BLOCK_COUNT, BAD_TILE_COUNT, BAD_WINDOW, BAD_SPILL = (tl.constex
 
 
 @triton.jit
-def decode_pair(tile, pool, pool_room, spill_offset, escapes_offset, capacity, any_spill, c, top, mask, lo, mode, at0, at1, b0, b1, b2,
-                P: tl.constexpr, DT: tl.constexpr):
-    """Bits of the two elements of pair P as u32, and the next places: c, top: their codes; b0..b2: their remainder bytes, 16 bits a plane."""
+def decode_pair(places, words, mask, lo, mode, at0, at1, b0, b1, b2, P: tl.constexpr, DT: tl.constexpr):
+    """Bits of the two elements of pair P as u32, and the next places. b0..b2: their remainder bytes, 16 bits a plane."""
+    tile, pool, pool_room, spill_offset, escapes_offset, capacity, any_spill = places
+    w0, w1, w2, t0, t1, t2 = words
+    c = blk.get_code(w0, w1, w2, P)
     is0, is1 = ((mask >> P) & 1) != 0, ((mask >> (P + 16)) & 1) != 0
     e0 = tl.load(tile + escapes_offset + at0, mask=is0 & (at0 < capacity), other=0)
     e1 = tl.load(tile + escapes_offset + at1, mask=is1 & (at1 < capacity), other=0)
@@ -26,6 +28,7 @@ def decode_pair(tile, pool, pool_room, spill_offset, escapes_offset, capacity, a
         first = (b0 & 0x7F) | (b0 & 0x80) << 8 | (e0 & 0xFF) << 7
         second = ((b0 >> 8) & 0x7F) | (b0 & 0x8000) | (e1 & 0xFF) << 7
     elif DT == 2:
+        top = blk.get_code(t0, t1, t2, P)
         first = (b0 & 0xFF) | (top & 3) << 8 | (top & 4) << 13 | (e0 & 31) << 10
         second = ((b0 >> 8) & 0xFF) | ((top >> 16) & 3) << 8 | ((top >> 16) & 4) << 13 | (e1 & 31) << 10
     else:
@@ -47,14 +50,12 @@ def decode_quarter(tile, pool, pool_room, state, escapes_offset, capacity, plane
     if DT == 3:
         x1, y1 = remainder_words(tile, planes_offset, block, lane, num_blocks, J, 1, L, DT)
         x2, y2 = remainder_words(tile, planes_offset, block, lane, num_blocks, J, 2, L, DT)
-    l0, h0, at0, at1 = decode_pair(tile, pool, pool_room, spill_offset, escapes_offset, capacity, any_spill, blk.get_code(w0, w1, w2, 4 * J),
-                                   blk.get_code(t0, t1, t2, 4 * J), mask, lo, mode, at0, at1, x0 & 0xFFFF, x1 & 0xFFFF, x2 & 0xFFFF, 4 * J, DT)
-    l1, h1, at0, at1 = decode_pair(tile, pool, pool_room, spill_offset, escapes_offset, capacity, any_spill, blk.get_code(w0, w1, w2, 4 * J + 1),
-                                   blk.get_code(t0, t1, t2, 4 * J + 1), mask, lo, mode, at0, at1, x0 >> 16, x1 >> 16, x2 >> 16, 4 * J + 1, DT)
-    l2, h2, at0, at1 = decode_pair(tile, pool, pool_room, spill_offset, escapes_offset, capacity, any_spill, blk.get_code(w0, w1, w2, 4 * J + 2),
-                                   blk.get_code(t0, t1, t2, 4 * J + 2), mask, lo, mode, at0, at1, y0 & 0xFFFF, y1 & 0xFFFF, y2 & 0xFFFF, 4 * J + 2, DT)
-    l3, h3, at0, at1 = decode_pair(tile, pool, pool_room, spill_offset, escapes_offset, capacity, any_spill, blk.get_code(w0, w1, w2, 4 * J + 3),
-                                   blk.get_code(t0, t1, t2, 4 * J + 3), mask, lo, mode, at0, at1, y0 >> 16, y1 >> 16, y2 >> 16, 4 * J + 3, DT)
+    places = (tile, pool, pool_room, spill_offset, escapes_offset, capacity, any_spill)
+    words = (w0, w1, w2, t0, t1, t2)
+    l0, h0, at0, at1 = decode_pair(places, words, mask, lo, mode, at0, at1, x0 & 0xFFFF, x1 & 0xFFFF, x2 & 0xFFFF, 4 * J, DT)
+    l1, h1, at0, at1 = decode_pair(places, words, mask, lo, mode, at0, at1, x0 >> 16, x1 >> 16, x2 >> 16, 4 * J + 1, DT)
+    l2, h2, at0, at1 = decode_pair(places, words, mask, lo, mode, at0, at1, y0 & 0xFFFF, y1 & 0xFFFF, y2 & 0xFFFF, 4 * J + 2, DT)
+    l3, h3, at0, at1 = decode_pair(places, words, mask, lo, mode, at0, at1, y0 >> 16, y1 >> 16, y2 >> 16, 4 * J + 3, DT)
     return l0, h0, l1, h1, l2, h2, l3, h3
 
 
@@ -62,7 +63,6 @@ def decode_quarter(tile, pool, pool_room, state, escapes_offset, capacity, plane
 def block_state(frame, tile, num_blocks, capacity, codes_offset, extra_offset, pool_room, own_block, block, lane,
                 L: tl.constexpr, DT: tl.constexpr):
     """The state of L // 32 blocks that decode_quarter needs, and kinds of corruption."""
-    blocks: tl.constexpr = L // 32
     exists, own_exists = block < num_blocks, own_block < num_blocks
     codes = u32_at(tile, codes_offset) + block * 96 + lane
     ones = 0x12491249
@@ -122,7 +122,8 @@ def store_quarter(row, block, first, present, full, l0, h0, l1, h1, l2, h2, l3, 
     if WIDE and full:
         a = tl.arange(0, 2)
         if DT == 3:
-            at = (block * 1024 + first)[:, None, None, None] + 4 * a[None, :, None, None] + 2 * a[None, None, :, None] + a[None, None, None, :]
+            within = 4 * a[:, None, None] + 2 * a[None, :, None] + a[None, None, :]
+            at = (block * 1024 + first)[:, None, None, None] + within[None, :, :, :]
             low, high = tl.join(tl.join(l0, l2), tl.join(l1, l3)), tl.join(tl.join(h0, h2), tl.join(h1, h3))
             tl.store(row + at, tl.join(low, high).to(tl.int32, bitcast=True))
         else:
@@ -241,7 +242,8 @@ def decode_reduce(frames, own, out, errors_at, frame_stride, own_index, num_rows
         r = 0
         while r < num_rows:
             if r == own_index:
-                a0, a1, a2, a3, a4, a5, a6, a7 = load_elements(own + t.to(tl.int64) * TILE_ELEMS, block, first, present, nothing, full, WIDE, DT)
+                source = own + t.to(tl.int64) * TILE_ELEMS
+                a0, a1, a2, a3, a4, a5, a6, a7 = load_elements(source, block, first, present, nothing, full, WIDE, DT)
             else:
                 frame = frames + tl.cast(r, tl.int64) * frame_stride
                 tile = frame + tiles_offset + t.to(tl.int64) * tile_bytes

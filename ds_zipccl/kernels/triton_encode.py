@@ -16,9 +16,9 @@ def u32_at(frame, offset):
 
 
 @triton.jit
-def encode_chunk(tile, row, chunk, tile_elems, num_blocks, running, escapes_offset, capacity, pool, pool_room, codes_offset, extra_offset,
-                 planes_offset, given_lo, WIDE: tl.constexpr, SPILL: tl.constexpr, L: tl.constexpr, DT: tl.constexpr):
-    """Codes L // 32 blocks; returns the number of escapes so far. ``SPILL``: stores nothing but escapes beyond ``capacity``, in ``pool``."""
+def encode_chunk(tile, row, chunk, tile_elems, num_blocks, running, escapes_offset, capacity, pool, pool_room, codes_offset,
+                 extra_offset, planes_offset, given_lo, WIDE: tl.constexpr, SPILL: tl.constexpr, L: tl.constexpr, DT: tl.constexpr):
+    """Codes L // 32 blocks; returns the number of escapes so far. ``SPILL``: stores only escapes beyond ``capacity``, in ``pool``."""
     blocks: tl.constexpr = L // 32
     planes: tl.constexpr = 3 if DT == 3 else 1
     mant: tl.constexpr = 7 if DT == 1 else 10 if DT == 2 else 23
@@ -65,6 +65,7 @@ def encode_chunk(tile, row, chunk, tile_elems, num_blocks, running, escapes_offs
     at0 = running + blk.of_lanes(block_before, L) + before             # where the next escape of half 0, of half 1 goes
     at1 = at0 + blk.popcount(mask & 0xFFFF)
     t0, t1, t2 = nothing, nothing, nothing
+    slots = tile + escapes_offset
     for j in tl.static_range(4):
         l0, h0, l1, h1, l2, h2, l3, h3 = blk.load_quarter(row, block, 256 * j + 8 * lane, present, filler, full, WIDE, DT)
         if not SPILL:
@@ -78,10 +79,10 @@ def encode_chunk(tile, row, chunk, tile_elems, num_blocks, running, escapes_offs
                 t0, t1, t2 = blk.put_code(t0, t1, t2, blk.remainder_top(l1), 4 * j + 1)
                 t0, t1, t2 = blk.put_code(t0, t1, t2, blk.remainder_top(l2), 4 * j + 2)
                 t0, t1, t2 = blk.put_code(t0, t1, t2, blk.remainder_top(l3), 4 * j + 3)
-        at0, at1 = store_escapes(tile, pool, pool_room, mask, blk.exponents(l0, h0, DT), at0, at1, escapes_offset, capacity, SPILL, 4 * j)
-        at0, at1 = store_escapes(tile, pool, pool_room, mask, blk.exponents(l1, h1, DT), at0, at1, escapes_offset, capacity, SPILL, 4 * j + 1)
-        at0, at1 = store_escapes(tile, pool, pool_room, mask, blk.exponents(l2, h2, DT), at0, at1, escapes_offset, capacity, SPILL, 4 * j + 2)
-        at0, at1 = store_escapes(tile, pool, pool_room, mask, blk.exponents(l3, h3, DT), at0, at1, escapes_offset, capacity, SPILL, 4 * j + 3)
+        at0, at1 = store_escapes(slots, capacity, pool, pool_room, mask, blk.exponents(l0, h0, DT), at0, at1, SPILL, 4 * j)
+        at0, at1 = store_escapes(slots, capacity, pool, pool_room, mask, blk.exponents(l1, h1, DT), at0, at1, SPILL, 4 * j + 1)
+        at0, at1 = store_escapes(slots, capacity, pool, pool_room, mask, blk.exponents(l2, h2, DT), at0, at1, SPILL, 4 * j + 2)
+        at0, at1 = store_escapes(slots, capacity, pool, pool_room, mask, blk.exponents(l3, h3, DT), at0, at1, SPILL, 4 * j + 3)
     if DT == 2 and not SPILL:
         tops = u32_at(tile, extra_offset) + block * 96 + lane
         tl.store(tops, t0, mask=exists)
@@ -91,7 +92,7 @@ def encode_chunk(tile, row, chunk, tile_elems, num_blocks, running, escapes_offs
 
 
 @triton.jit
-def store_escapes(tile, pool, pool_room, mask, e, at0, at1, escapes_offset, capacity, SPILL: tl.constexpr, P: tl.constexpr):
+def store_escapes(slots, capacity, pool, pool_room, mask, e, at0, at1, SPILL: tl.constexpr, P: tl.constexpr):
     """Stores the exponents of pair P where they are escapes; returns the next places."""
     is0, is1 = ((mask >> P) & 1) != 0, ((mask >> (P + 16)) & 1) != 0
     e0, e1 = (e & 0xFF).to(tl.uint8), (e >> 16).to(tl.uint8)
@@ -99,8 +100,8 @@ def store_escapes(tile, pool, pool_room, mask, e, at0, at1, escapes_offset, capa
         tl.store(pool + (at0 - capacity), e0, mask=is0 & (at0 >= capacity) & (at0 - capacity < pool_room))
         tl.store(pool + (at1 - capacity), e1, mask=is1 & (at1 >= capacity) & (at1 - capacity < pool_room))
     else:
-        tl.store(tile + escapes_offset + at0, e0, mask=is0 & (at0 < capacity))
-        tl.store(tile + escapes_offset + at1, e1, mask=is1 & (at1 < capacity))
+        tl.store(slots + at0, e0, mask=is0 & (at0 < capacity))
+        tl.store(slots + at1, e1, mask=is1 & (at1 < capacity))
     return at0 + is0.to(tl.int32), at1 + is1.to(tl.int32)
 
 

@@ -1,6 +1,7 @@
 """The CUDA source without a GPU: nvcc compiles it for every architecture we name, and a CPU runs it, one fiber a thread, against the
 reference's bytes. Races and speed need a GPU: benchmarks/gpu_codec.py."""
 import ctypes
+import re
 import subprocess
 from pathlib import Path
 
@@ -46,8 +47,9 @@ def test_nvrtc_compiles():
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory) -> CudaCalls:
     target = tmp_path_factory.mktemp("emulated") / "zipccl.so"
-    subprocess.run([*toolchain.find("c++"), "-x", "c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing",
-                    "-DZIPSCAPE_EMULATE", f"-I{CSRC}", str(ZIPCCL_CUDA.source_paths()[0]), "-o", str(target)], check=True, timeout=300)
+    subprocess.run([*toolchain.find("c++"), "-x", "c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off",
+                    "-fno-strict-aliasing", "-DZIPSCAPE_EMULATE", f"-I{CSRC}", str(ZIPCCL_CUDA.source_paths()[0]),
+                    "-o", str(target)], check=True, timeout=300)
     return CudaCalls(ctypes.CDLL(str(target)))
 
 
@@ -165,6 +167,12 @@ def test_corrupt_metadata_is_reported_as_by_the_reference(emulated):
         assert (decode(emulated, frames, out, g) != 0) == expected, f"byte {place}"
         silent += not expected
     assert silent < len(places) / 2            # a changed window base, need or reserved byte cannot be seen
+
+
+def test_nvrtc_launches_what_the_source_says():
+    source = ZIPCCL_CUDA.source_paths()[0].read_text()
+    warps = {name.lower(): int(count) for name, count in re.findall(r"k(Encode|Decode|Reduce|Reduce2)Warps = (\d+)", source)}
+    assert warps == nvrtc._WARPS
 
 
 def test_workspace_size_is_the_same_on_both_sides(emulated):

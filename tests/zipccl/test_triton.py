@@ -13,5 +13,6 @@ from ds_zipccl.codec.dtypes import TABLE
 def test_bytes_equal_the_reference(dtype):
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
-    done = subprocess.run([sys.executable, str(Path(__file__).with_name("triton_cases.py")), dtype], capture_output=True, text=True, timeout=280)
+    command = [sys.executable, str(Path(__file__).with_name("triton_cases.py")), dtype]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]

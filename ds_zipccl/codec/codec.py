@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ds_zipccl.codec import format as fmt
+from ds_zipccl.codec import zero_blocks
 from ds_zipccl.codec.analysis import tile_escapes
 from ds_zipccl.codec.checksum import CRC32, crc32
 from ds_zipccl.codec.dtypes import BY_TORCH
@@ -89,9 +90,10 @@ def compress(x: torch.Tensor, *, kernels: str = "best", escapes_per_block: int =
     if integrity not in INTEGRITY:
         raise ValueError(describe("unknown integrity setting", got=integrity, expected=" or ".join(INTEGRITY)))
     flat = _flat(x)
-    frame = _zipped_frame(flat, kernels, escapes_per_block, spill_per_tile, window_lo)
+    options = kernels, escapes_per_block, spill_per_tile, window_lo
+    frame = _zero_block_frame(flat, *options)
     if frame is None:
-        frame = _raw_frame(flat)
+        frame = _plain_frame(flat, *options)
     if integrity == "checksum":
         _seal(frame)
     elif integrity == "roundtrip":
@@ -122,6 +124,28 @@ def _zipped_frame(flat: torch.Tensor, kernels: str, escapes_per_block: int, spil
         counts = tile_escapes(frames[0], codec.geometry)
         escapes_per_block, spill_per_tile = best_capacity(counts, BY_TORCH[flat.dtype], flat.numel())
     return None
+
+
+def _plain_frame(flat: torch.Tensor, *options) -> torch.Tensor:
+    frame = _zipped_frame(flat, *options)
+    return _raw_frame(flat) if frame is None else frame
+
+
+def _zero_block_frame(flat: torch.Tensor, *options) -> torch.Tensor | None:
+    """None when there are too few zero blocks, or a raw frame is as small (a lone zero block that is partly filled)."""
+    present = zero_blocks.find(flat) if flat.dtype in BY_TORCH else None
+    if present is None:
+        return None
+    header = fmt.pack_header(BY_TORCH[flat.dtype].code, fmt.MODE_ZERO_BLOCKS, flat.numel())
+    bitmap, inner = zero_blocks.to_bitmap(present), _plain_frame(zero_blocks.pack(flat, present), *options)
+    start = fmt.HEADER_BYTES + bitmap.numel()
+    if start + inner.numel() >= fmt.raw_frame_bytes(flat.nbytes):
+        return None
+    frame = torch.empty(start + inner.numel(), dtype=torch.uint8, device=flat.device)
+    _put(frame, 0, header)
+    frame[fmt.HEADER_BYTES:start] = bitmap
+    frame[start:] = inner
+    return frame
 
 
 def _raw_frame(flat: torch.Tensor) -> torch.Tensor:
@@ -160,7 +184,6 @@ def _prove(frame: torch.Tensor, flat: torch.Tensor, kernels: str) -> None:
 def decompress(frame: torch.Tensor, out: torch.Tensor, *, kernels: str = "best") -> torch.Tensor:
     """Fills the contiguous tensor ``out`` from a frame made by ``compress`` and returns it.
 
-    Bytes of ``frame`` beyond its own size are ignored, unless it carries a checksum: then it must end where it ends.
     Bytes of ``frame`` beyond its own size are ignored. Raises FrameError when the frame is corrupt, truncated, of
     another version, or of another dtype or element count than ``out``; the contents of ``out`` are then unspecified.
     """
@@ -168,29 +191,71 @@ def decompress(frame: torch.Tensor, out: torch.Tensor, *, kernels: str = "best")
         raise FrameError(describe("a frame is a contiguous 1-D uint8 tensor", got=f"{frame.dtype} {tuple(frame.shape)}"))
     if not out.is_contiguous() or out.is_conj() or out.is_neg():
         raise ValueError(describe("decompress needs a contiguous output of plain bytes", got=f"strides {tuple(out.stride())}"))
+    flat = out.detach().view(-1)
+    head, header = _read_header(frame, flat)
+    if header.mode == fmt.MODE_ZERO_BLOCKS:
+        _decompress_zero_blocks(frame, header, flat, kernels)
+    else:
+        _decompress_plain(frame, head, header, flat, kernels)
+    return out
+
+
+def _read_header(frame: torch.Tensor, flat: torch.Tensor) -> tuple[bytes, fmt.Header]:
+    """The header bytes and what they mean; FrameError unless the frame says it holds ``flat``'s dtype and number of elements."""
     head = bytes(frame[:fmt.HEADER_BYTES].tolist())
     header = fmt.parse_header(head)
-    flat = out.detach().view(-1)
     dtype = BY_TORCH.get(flat.dtype)
     numel = flat.numel() if dtype else flat.nbytes
     if header.dtype != dtype or header.numel != numel:
         raise FrameError(describe("a frame holds something else than asked for",
                                   got=f"{header.numel} x {header.dtype.name if header.dtype else 'bytes'}",
                                   expected=f"{numel} x {dtype.name if dtype else 'bytes'}"))
-    codec = None
-    if header.mode == fmt.MODE_ZIPPED:
-        codec = Codec.of(flat.dtype, numel, flat.device.type, escapes_per_block=header.escapes_per_block,
-                         spill_per_tile=header.spill_per_tile, window_lo=header.window_lo, kernels=kernels)
-    size = codec.frame_bytes if codec else fmt.raw_frame_bytes(flat.nbytes)
+    return head, header
+
+
+def _whole(frame: torch.Tensor, size: int, header: fmt.Header) -> torch.Tensor:
+    """The frame's own ``size`` bytes, checksum verified if it carries one."""
     if frame.numel() < size:
         raise FrameError(describe("frame is truncated", got=f"{frame.numel()} bytes", expected=f">= {size}"))
     if header.checksum_kind:
         found = _checksum(frame[:size], header.checksum_kind)
         if found != header.checksum:
             raise FrameError(describe("the checksum of a frame is wrong", got=f"{found:#010x}", expected=f"{header.checksum:#010x}"))
+    return frame[:size]
+
+
+def _codec_of(header: fmt.Header, flat: torch.Tensor, kernels: str) -> Codec | None:
+    """The codec of a plain frame that is said to hold ``flat``; None for raw mode."""
+    if header.mode == fmt.MODE_RAW:
+        return None
+    return Codec.of(flat.dtype, flat.numel(), flat.device.type, escapes_per_block=header.escapes_per_block,
+                    spill_per_tile=header.spill_per_tile, window_lo=header.window_lo, kernels=kernels)
+
+
+def _decompress_plain(frame: torch.Tensor, head: bytes, header: fmt.Header, flat: torch.Tensor, kernels: str) -> None:
+    codec = _codec_of(header, flat, kernels)
+    frame = _whole(frame, codec.frame_bytes if codec else fmt.raw_frame_bytes(flat.nbytes), header)
     if codec:
-        codec.expecting(head).decode(frame[:size].view(1, -1), flat.view(1, -1))
+        codec.expecting(head).decode(frame.view(1, -1), flat.view(1, -1))
         codec.raise_on_error(flat.device)
     else:
         flat.view(torch.uint8).copy_(frame[fmt.HEADER_BYTES:fmt.HEADER_BYTES + flat.nbytes])
-    return out
+
+
+def _decompress_zero_blocks(frame: torch.Tensor, header: fmt.Header, flat: torch.Tensor, kernels: str) -> None:
+    num_blocks = -(-flat.numel() // fmt.BLOCK_ELEMS)
+    start = fmt.HEADER_BYTES + zero_blocks.bitmap_bytes(num_blocks)
+    if frame.numel() < start + fmt.HEADER_BYTES:
+        raise FrameError(describe("frame is truncated", got=f"{frame.numel()} bytes", expected=f">= {start + fmt.HEADER_BYTES}"))
+    present = zero_blocks.from_bitmap(frame[fmt.HEADER_BYTES:start], num_blocks)
+    if present is None:
+        raise FrameError(describe("corrupt frame: its bitmap names blocks beyond the last", expected=f"{num_blocks} blocks"))
+    packed = torch.empty(zero_blocks.num_packed(present, flat.numel()), dtype=flat.dtype, device=flat.device)
+    inner_head, inner = _read_header(frame[start:], packed)
+    if inner.mode == fmt.MODE_ZERO_BLOCKS or inner.checksum_kind:
+        raise FrameError(describe("corrupt frame: the frame inside it is of another kind", got=f"mode {inner.mode}",
+                                  expected="0 or 1, no checksum"))
+    codec = _codec_of(inner, packed, kernels)
+    size = start + (codec.frame_bytes if codec else fmt.raw_frame_bytes(packed.nbytes))
+    _decompress_plain(_whole(frame, size, header)[start:], inner_head, inner, packed, kernels)
+    zero_blocks.unpack(packed, present, flat)

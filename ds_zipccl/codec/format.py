@@ -24,7 +24,7 @@ STATUS_OFFSET = 20
 CHECKSUM_OFFSET = 24                         # u32 kind, u32 checksum of the frame with this u32 zero
 OVERFLOW_BIT = 1 << 16
 NEED_MASK = OVERFLOW_BIT - 1
-MODE_ZIPPED, MODE_RAW = 0, 1
+MODE_ZIPPED, MODE_RAW, MODE_ZERO_BLOCKS = 0, 1, 2
 DEFAULT_ESCAPES_PER_BLOCK = 35               # a full BF16 tile has room for 35.5 escapes a block: Gaussians need 21-31
 DEFAULT_SPILL_PER_TILE = 64                  # 0.14 %: a group of 256 tiles can hold 16 blocks of arbitrary exponents
 MAX_ESCAPES_PER_BLOCK = BLOCK_ELEMS
@@ -83,10 +83,11 @@ def parse_header(data: bytes) -> Header:
                                   todo="use the same zipscape version on every rank"))
     if code not in BY_CODE and code != RAW_CODE:
         raise FrameError(describe("unknown dtype code in a frame", got=code, expected=sorted([RAW_CODE, *BY_CODE])))
-    if mode not in (MODE_ZIPPED, MODE_RAW) or (mode == MODE_ZIPPED and code == RAW_CODE):
-        raise FrameError(describe("unknown mode in a frame", got=f"mode {mode}, dtype code {code}", expected="0 (zipped) or 1 (raw)"))
+    if mode not in (MODE_ZIPPED, MODE_RAW, MODE_ZERO_BLOCKS) or (mode != MODE_RAW and code == RAW_CODE):
+        raise FrameError(describe("unknown mode in a frame", got=f"mode {mode}, dtype code {code}",
+                                  expected="0 (zipped), 1 (raw) or 2 (zero blocks left out)"))
     if any(data[CHECKSUM_OFFSET + 8:HEADER_BYTES]) or status & ~(OVERFLOW_BIT | NEED_MASK) \
-            or mode == MODE_RAW and (window or escapes or spill or status):
+            or mode != MODE_ZIPPED and (window or escapes or spill or status):
         raise FrameError(describe("reserved bytes of a frame header are set", expected="zeros in version 1"))
     if kind not in (NONE, CRC32) or (kind == NONE and checksum):
         raise FrameError(describe("checksum kind of a frame", got=f"kind {kind}, checksum {checksum:#x}",

@@ -58,7 +58,9 @@ class SideChannel:
 
     def close(self) -> None:
         """Ends the communicator. All ranks of the group at the same point, with nothing in flight."""
-        self._backend.shutdown()
+        shutdown = getattr(self._backend, "shutdown", None)      # older torch: dropping the object ends it
+        if shutdown is not None:
+            shutdown()
 
     def all_to_all(self, out: torch.Tensor, rows: torch.Tensor) -> dist.Work:
         """Asynchronous, equal pieces."""

@@ -41,6 +41,12 @@ class Avx2 {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), v);
     }
 
+    static ZIPCCL_AVX2_INLINE uint32_t add_u32(__m256i v) {
+        __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+        sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4E));
+        return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xB1))));
+    }
+
     static ZIPCCL_AVX2_INLINE Quad transpose(const Quad& in) {  // 4 x 4 u32 in both 128-bit parts; its own inverse
         const __m256i a0 = _mm256_unpacklo_epi32(in.r[0], in.r[1]), a1 = _mm256_unpackhi_epi32(in.r[0], in.r[1]);
         const __m256i b0 = _mm256_unpacklo_epi32(in.r[2], in.r[3]), b1 = _mm256_unpackhi_epi32(in.r[2], in.r[3]);
@@ -127,20 +133,18 @@ class Avx2 {
     }
 
   public:
-    static ZIPCCL_AVX2 void statistics(const uint8_t* exponents, uint32_t* sum, uint32_t* num_nonzero) {
-        const __m256i zero = _mm256_setzero_si256(), one = _mm256_set1_epi8(1);
-        __m256i total = zero, nonzero = zero;
+    static ZIPCCL_AVX2 Statistics statistics(const uint8_t* exponents) {
+        const __m256i zero = _mm256_setzero_si256(), one = _mm256_set1_epi8(1), low = _mm256_set1_epi16(255);
+        __m256i nonzero = zero, sum = zero, squares = zero;
         for (int e = 0; e < kBlockElems; e += 32) {
             const __m256i value = load32(exponents + e);
-            total = _mm256_add_epi64(total, _mm256_sad_epu8(value, zero));
+            const __m256i even = _mm256_and_si256(value, low), odd = _mm256_srli_epi16(value, 8);
             nonzero = _mm256_add_epi8(nonzero, _mm256_min_epu8(value, one));
+            sum = _mm256_add_epi32(sum, _mm256_sad_epu8(value, zero));
+            squares = _mm256_add_epi32(
+                squares, _mm256_add_epi32(_mm256_madd_epi16(even, even), _mm256_madd_epi16(odd, odd)));
         }
-        nonzero = _mm256_sad_epu8(nonzero, zero);
-        alignas(32) uint64_t totals[4], nonzeros[4];
-        store32(reinterpret_cast<uint8_t*>(totals), total);
-        store32(reinterpret_cast<uint8_t*>(nonzeros), nonzero);
-        *sum = static_cast<uint32_t>(totals[0] + totals[1] + totals[2] + totals[3]);
-        *num_nonzero = static_cast<uint32_t>(nonzeros[0] + nonzeros[1] + nonzeros[2] + nonzeros[3]);
+        return {add_u32(_mm256_sad_epu8(nonzero, zero)), add_u32(sum), add_u32(squares)};
     }
 
     // Escapes of a lane are few: four are moved whether they exist or not, so that the branch is nearly always the

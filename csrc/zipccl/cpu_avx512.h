@@ -1,4 +1,4 @@
-// Block operations (cpu_block.h) for AVX-512 with byte permutes and byte compress: Ice Lake, Zen 4 and later.
+// Block operations (cpu_block.h) for AVX-512 with byte permutes, compress and products: Ice Lake, Zen 4 and later.
 //
 // A lane's 16 pairs of one half make 16 bytes in scan order: a 128-bit part of a register, "row" t = 2 lane + half.
 // Loads are in element order, where the same bytes lie 4 by 4 in the block's four quarters (j): a 4 x 4 transpose of
@@ -12,7 +12,7 @@
 #include "cpu_block.h"
 
 #define ZIPCCL_AVX512 \
-    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2,avx2,bmi,bmi2,popcnt")))
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2,avx512vnni,avx2,bmi,bmi2,popcnt")))
 #define ZIPCCL_AVX512_INLINE ZIPCCL_AVX512 inline __attribute__((always_inline))
 
 namespace zipccl {
@@ -141,16 +141,22 @@ class Avx512 {
     }
 
   public:
-    static ZIPCCL_AVX512 void statistics(const uint8_t* exponents, uint32_t* sum, uint32_t* num_nonzero) {
-        const __m512i zero = _mm512_setzero_si512(), one = _mm512_set1_epi8(1);
-        __m512i total = zero, nonzero = zero;
+    static ZIPCCL_AVX512 Statistics statistics(const uint8_t* exponents) {
+        const __m512i zero = _mm512_setzero_si512(), one = _mm512_set1_epi8(1), top = _mm512_set1_epi8(-128);
+        __m512i nonzero = zero, sum = zero, squares = zero;
         for (int e = 0; e < kBlockElems; e += 64) {
             const __m512i value = _mm512_loadu_si512(exponents + e);
-            total = _mm512_add_epi64(total, _mm512_sad_epu8(value, zero));
             nonzero = _mm512_add_epi8(nonzero, _mm512_min_epu8(value, one));
+            sum = _mm512_add_epi64(sum, _mm512_sad_epu8(value, zero));
+            // One factor is read as signed, so (value - 128)^2 is what can be added up; of a zero it is 128 * -128.
+            const __m512i distance = _mm512_abs_epi8(_mm512_xor_si512(value, top));
+            squares = _mm512_dpbusd_epi32(squares, distance, distance);
         }
-        *sum = static_cast<uint32_t>(_mm512_reduce_add_epi64(total));
-        *num_nonzero = static_cast<uint32_t>(_mm512_reduce_add_epi64(_mm512_sad_epu8(nonzero, zero)));
+        const uint64_t both = static_cast<uint64_t>(_mm512_reduce_add_epi64(
+            _mm512_or_si512(sum, _mm512_slli_epi64(_mm512_sad_epu8(nonzero, zero), 32))));
+        const uint32_t n = static_cast<uint32_t>(both >> 32), total = static_cast<uint32_t>(both);
+        const uint32_t distances = static_cast<uint32_t>(_mm512_reduce_add_epi32(squares));
+        return {n, total, distances + 256 * total - 16384 * n + 16384 * (kBlockElems - n)};
     }
 
     static ZIPCCL_AVX512 uint32_t encode_codes(const uint8_t* exponents, uint32_t lo, uint32_t mode, uint8_t* packed,
@@ -230,7 +236,7 @@ class Avx512 {
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
-               __builtin_cpu_supports("bmi2");
+               __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("bmi2");
     }
 };
 

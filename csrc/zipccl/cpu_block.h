@@ -8,6 +8,11 @@ namespace zipccl {
 enum { kWindowMode = 0, kZeroMode = 1, kZeroCode = 7 };
 enum { kEscapeSlack = 64 };  // bytes a block operation may touch after the escapes it wrote or read
 
+// Of a block's non-zero exponents: their number, their sum and the sum of their squares.
+struct Statistics {
+    uint32_t num_nonzero, sum, sum_squares;
+};
+
 // Arrays `exponents`, `extra` and `values` are kBlockElems bytes in element order, `packed` is kCodeBytes, `planes` one
 // or more times kBlockElems, `x` the block's elements, `sum` kBlockElems floats. No alignment is assumed of `x`,
 // `packed`, `planes` and `escapes`.
@@ -15,8 +20,7 @@ struct BlockOps {
     // Elements -> exponents, byte planes and (types with an extra 3-bit plane) its values.
     void (*split)(const uint8_t* x, uint8_t* exponents, uint8_t* planes, uint8_t* extra);
     void (*join)(const uint8_t* exponents, const uint8_t* planes, const uint8_t* extra, uint8_t* x);
-    // The sum and the number of non-zero exponents.
-    void (*statistics)(const uint8_t* exponents, uint32_t* sum, uint32_t* num_nonzero);
+    Statistics (*statistics)(const uint8_t* exponents);
     // Packs the codes and writes the escaped exponents in scan order (and up to kEscapeSlack bytes more). Returns their
     // number.
     uint32_t (*encode_codes)(const uint8_t* exponents, uint32_t lo, uint32_t mode, uint8_t* packed, uint8_t* escapes);

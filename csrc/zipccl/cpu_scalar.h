@@ -11,14 +11,15 @@ struct Scalar {
         return 256 * (pair / 4) + 8 * lane + 2 * (pair % 4) + half;
     }
 
-    static void statistics(const uint8_t* exponents, uint32_t* sum, uint32_t* num_nonzero) {
-        uint32_t total = 0, nonzero = 0;
+    static Statistics statistics(const uint8_t* exponents) {
+        Statistics all{0, 0, 0};
         for (int e = 0; e < kBlockElems; ++e) {
-            total += exponents[e];
-            nonzero += exponents[e] != 0;
+            const uint32_t value = exponents[e];
+            all.num_nonzero += value != 0;
+            all.sum += value;
+            all.sum_squares += value * value;
         }
-        *sum = total;
-        *num_nonzero = nonzero;
+        return all;
     }
 
     static ZIPCCL_INLINE uint32_t code_of(uint32_t exponent, uint32_t lo, uint32_t mode) {

@@ -61,39 +61,55 @@ class EscapeBuffer {
     std::unique_ptr<uint8_t[]> bytes_;
 };
 
-// Section 5. `num_present` elements of the block exist, `num_nonzero` of them with exponents that add up to `sum`.
-inline uint32_t window_base(int64_t sum, int64_t num_nonzero, int64_t num_present, int64_t given_lo, int64_t top,
-                            uint32_t* mode) {
-    *mode = 1024 * (num_present - num_nonzero) > 26 * num_present ? kZeroMode : kWindowMode;
+// Section 5, for a block of which `num_present` elements exist.
+inline uint32_t window_base(const Statistics& s, int64_t num_present, int64_t given_lo, int64_t top, uint32_t* mode) {
+    const uint32_t n = s.num_nonzero, sum = s.sum;
+    *mode = 1024 * (num_present - n) > 26 * num_present ? kZeroMode : kWindowMode;
     if (given_lo >= 0) return static_cast<uint32_t>(std::min(given_lo + *mode, top));
-    const int64_t tenths = 10 * sum - (*mode == kZeroMode ? 34 : 43) * num_nonzero;
-    if (num_nonzero == 0 || tenths < 0) return 0;
-    return static_cast<uint32_t>(std::min(tenths / (10 * num_nonzero), top));
+    const bool spread = uint64_t{n} * s.sum_squares > uint64_t{sum} * sum + 3 * n * n;
+    const uint32_t below = (*mode == kZeroMode ? (spread ? 29 : 34) : (spread ? 36 : 43)) * n;
+    if (n == 0 || 10 * sum < below) return 0;
+    return std::min((10 * sum - below) / (10 * n), static_cast<uint32_t>(top));
+}
+
+// A block that is ready for encode_codes.
+struct PreparedBlock {
+    alignas(64) uint8_t exponents[kBlockElems], extra[kBlockElems];
+    uint32_t lo, mode;
+};
+
+// Splits block `b` of a tile of the row `x` and chooses its window; its byte planes go to the tile at `base`.
+inline void prepare_block(const Tile& tile, const BlockOps& ops, const uint8_t* x, int b, uint8_t* base,
+                          PreparedBlock& block) {
+    alignas(64) uint8_t padded[kMaxBlockBytes];
+    const uint8_t* in = x + tile.first_elem() * tile.g->itemsize + b * tile.block_bytes();
+    const int64_t present = tile.block_elems(b);
+    if (present < kBlockElems) {
+        std::memset(padded, 0, sizeof(padded));
+        std::memcpy(padded, in, present * tile.g->itemsize);
+        in = padded;
+    }
+    ops.split(in, block.exponents, base + tile.planes() + b * tile.block_planes(), block.extra);
+    block.lo = window_base(ops.statistics(block.exponents), present, tile.g->window_lo, tile.top_lo(), &block.mode);
+    for (int64_t e = present; e < kBlockElems; ++e)  // absent: code 1
+        block.exponents[e] = static_cast<uint8_t>(block.lo + 1);
 }
 
 // Encodes one tile from the row `x` but for its spill offset. Returns the number of escapes, whose bytes are in
 // `escapes`.
 inline uint32_t encode_tile(const Tile& tile, const BlockOps& ops, const uint8_t* x, uint8_t* frame, uint8_t* escapes) {
-    alignas(64) uint8_t exponents[kBlockElems], extra[kBlockElems], padded[kMaxBlockBytes];
     uint8_t* base = frame + tile.offset();
+    PreparedBlock blocks[2];
+    prepare_block(tile, ops, x, 0, base, blocks[0]);
     uint32_t count = 0;
     for (int b = 0; b < tile.num_blocks(); ++b) {
-        const uint8_t* in = x + tile.first_elem() * tile.g->itemsize + b * tile.block_bytes();
-        const int64_t present = tile.block_elems(b);
-        if (present < kBlockElems) {
-            std::memset(padded, 0, sizeof(padded));
-            std::memcpy(padded, in, present * tile.g->itemsize);
-            in = padded;
-        }
-        ops.split(in, exponents, base + tile.planes() + b * tile.block_planes(), extra);
-        uint32_t sum, num_nonzero, mode;
-        ops.statistics(exponents, &sum, &num_nonzero);
-        const uint32_t lo = window_base(sum, num_nonzero, present, tile.g->window_lo, tile.top_lo(), &mode);
-        for (int64_t e = present; e < kBlockElems; ++e) exponents[e] = static_cast<uint8_t>(lo + 1);  // absent: code 1
-        const uint32_t escaped =
-            ops.encode_codes(exponents, lo, mode, base + tile.codes() + b * kCodeBytes, escapes + count);
-        if (tile.g->extra_plane) ops.pack(extra, base + tile.extra() + b * kCodeBytes);
-        store<uint32_t>(base + kTileHeaderBytes + kBlockHeaderBytes * b, lo | mode << 8 | escaped << 16);
+        // The next block's statistics wait for their last sums while this block's codes keep the units busy.
+        if (b + 1 < tile.num_blocks()) prepare_block(tile, ops, x, b + 1, base, blocks[(b + 1) % 2]);
+        const PreparedBlock& block = blocks[b % 2];
+        const uint32_t escaped = ops.encode_codes(block.exponents, block.lo, block.mode,
+                                                  base + tile.codes() + b * kCodeBytes, escapes + count);
+        if (tile.g->extra_plane) ops.pack(block.extra, base + tile.extra() + b * kCodeBytes);
+        store<uint32_t>(base + kTileHeaderBytes + kBlockHeaderBytes * b, block.lo | block.mode << 8 | escaped << 16);
         count += escaped;
     }
     const uint32_t in_slots = std::min(count, tile.escapes_capacity());

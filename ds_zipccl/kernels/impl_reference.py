@@ -70,12 +70,14 @@ def _window(exponents: torch.Tensor, present: torch.Tensor, g: Geometry) -> tupl
     top = (1 << g.exponent_bits) - 8
     nonzero = ((exponents > 0) & present).sum(-1, keepdim=True)
     total = (exponents * present).sum(-1, keepdim=True)
+    squares = (exponents * exponents * present).sum(-1, keepdim=True)
     num_present = present.sum(-1, keepdim=True)
     mode = ((num_present - nonzero) * 1024 > 26 * num_present).to(torch.int64)
     if g.window_lo >= 0:
         return (g.window_lo + mode).clamp(max=top), mode
-    tenths = 10 * total - torch.where(mode == ZERO_MODE, 34, 43) * nonzero
-    lo = torch.div(tenths, (10 * nonzero).clamp(min=1), rounding_mode="floor")
+    spread = nonzero * squares - total * total > 3 * nonzero * nonzero
+    tenths = torch.where(mode == ZERO_MODE, torch.where(spread, 29, 34), torch.where(spread, 36, 43))
+    lo = torch.div(10 * total - tenths * nonzero, (10 * nonzero).clamp(min=1), rounding_mode="floor")
     return torch.where(nonzero > 0, lo, 0).clamp(0, top), mode
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ds_zipccl.codec import format as fmt
+from ds_zipccl.codec.analysis import exponents
 from ds_zipccl.codec.codec import decompress
 from ds_zipccl.errors import FrameError
 from tests.helpers.bits import as_ints, assert_same_bits
@@ -43,11 +44,14 @@ def test_nothing_is_missing():
 
 
 def test_the_inputs_exercise_the_format():
-    """The cases are what their names say: spill, zero mode, escapes, partial blocks, checksums."""
+    """The cases are what their names say: spill, zero mode, spread, escapes, partial blocks, checksums."""
     need = {name: header_of(tensor(read(path_of(name)))).need for name in BY_NAME}
     assert need["bf16_three_blocks"] > 5 and need["bf16_two_tiles_with_spill"] > 6 and need["bf16_worked_example"] == 2
     assert (as_ints(golden_input(BY_NAME["bf16_zero_mode"])) & 0x7F80 == 0).float().mean() > 0.3
     assert read(path_of("bf16_zero_mode"))[fmt.HEADER_BYTES + 17] == 1
+    for name in ("bf16_three_blocks", "bf16_spread", "bf16_zero_mode", "bf16_spread_zero_mode"):
+        e = exponents(golden_input(BY_NAME[name]))[:1024].double()
+        assert (e[e > 0].var(correction=0) > 3) == ("spread" in name), name
     assert header_of(tensor(read(path_of("bf16_checksum")))).mode == fmt.MODE_ZIPPED
 
 
@@ -65,7 +69,7 @@ def worked_example() -> bytes:
     """docs/format.md, section 8, written down by hand from sections 3 to 6."""
     header = b"ZCCL" + bytes([1, 1, 0, 0]) + struct.pack("<QHHI", 3, 35, 0, 2) + bytes(104)
     codes = [[1, 1] for _ in range(16)]                      # [pair][half] of lane 0: absent elements are code 1
-    codes[0][0], codes[0][1], codes[1][0] = 7, 0, 0          # 1.0; -2.5 and 2^-7 are escapes
+    codes[0][0], codes[0][1], codes[1][0] = 4, 0, 0          # 1.0; -80.0 and 2^-7 are escapes
     words = [0, 0, 0]
     for pair in range(15):
         for half in range(2):
@@ -77,18 +81,18 @@ def worked_example() -> bytes:
     for pair in range(15):
         ones[pair % 3] |= 1 << 3 * (pair // 3) | 1 << 3 * (pair // 3) + 16
     ones[0] |= 1 << 15 | 1 << 31
-    tile = struct.pack("<IIII", 2, 0, 0, 0) + struct.pack("<BBH", 120, 0, 2) + bytes.fromhex("7880")
+    tile = struct.pack("<IIII", 2, 0, 0, 0) + struct.pack("<BBH", 123, 0, 2) + bytes.fromhex("7885")
     tile += bytes(128 - len(tile))
     for k in range(3):
         tile += struct.pack("<32I", words[k], *[ones[k]] * 31)
-    remainders = bytes([0x00, 0xA0, 0x00])                   # sign and mantissa of 3F80, C020, 3C00
+    remainders = bytes([0x00, 0xA0, 0x00])                   # sign and mantissa of 3F80, C2A0, 3C00
     return header + tile + remainders + bytes(1024 - 3)
 
 
 def test_worked_example_byte_by_byte(kernels):
     expected = worked_example()
     assert len(expected) == 1664
-    x = torch.tensor([1.0, -2.5, 0.0078125], dtype=torch.bfloat16)
+    x = torch.tensor([1.0, -80.0, 0.0078125], dtype=torch.bfloat16)
     assert_same_bits(golden_frame(BY_NAME["bf16_worked_example"], kernels), tensor(expected), kernels)
     assert_same_bits(unzip(tensor(expected), x, kernels), x, kernels)
 

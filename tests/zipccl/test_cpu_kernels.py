@@ -18,6 +18,8 @@ from ds_zipccl.kernels import impl_cpu, impl_reference
 from ds_zipccl.kernels.geometry import Geometry
 from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import all_bf16_patterns, as_ints, assert_same_bits, gaussian, random_bits, specials
+from tests.zipccl import window_cases
+from tests.zipccl.window_cases import mixture
 from zipscape.errors import BuildError
 from zipscape.op_builder.base import NativeLibrary, csrc_dir
 from zipscape.op_builder.zipccl import ZIPCCL_CPU
@@ -145,12 +147,14 @@ def data(kind: str, dtype, numel: int, seed: int = 0) -> torch.Tensor:
         x *= torch.logspace(-4, 0, 40).repeat_interleave(701)[torch.arange(numel) % (40 * 701)]
     if kind == "denormals":
         return (as_ints(random_bits(numel, seed, dtype)) & ((1 << BY_TORCH[dtype].mantissa_bits) - 1)).view(dtype)
+    if kind == "mixture":
+        return mixture(numel, seed, dtype, zeros=0.1 * (seed % 2))
     if kind == "extremes":                               # the smallest and the largest exponent in turn: no window fits
         x = torch.where(torch.arange(numel) % 2 == 0, torch.finfo(dtype).tiny * 1.5, torch.finfo(dtype).max * 0.7)
     return x.to(dtype)
 
 
-KINDS = ("gaussian", "random bits", "specials", "zeros", "10% zeros", "60% zeros", "mixed scales", "denormals",
+KINDS = ("gaussian", "mixture", "random bits", "specials", "zeros", "10% zeros", "60% zeros", "mixed scales", "denormals",
          "extremes")
 
 
@@ -167,6 +171,18 @@ def test_distributions_and_layouts(kernels, kind, dtype):
         assert words[0] >> 16 and words[1] >> 16         # the overflow flag was seen to rise
     if kind == "gaussian":
         assert not words[0] >> 16 and words[1] >> 16 and not words[2] >> 16
+
+
+@DTYPES
+def test_limit_of_spread_blocks(kernels, dtype):
+    """Every instruction set tells 3 n n and its neighbours apart; also many blocks with a variance around it, both modes."""
+    row = BY_TORCH[dtype]
+    for case in window_cases.CASES:
+        for base in window_cases.BASES[row.name]:
+            x = window_cases.block(case, base, row)
+            check(kernels, x.view(1, -1), layout(dtype, x.numel(), (1024, 0)))
+    x = torch.stack([mixture(65536, seed, dtype, zeros) for seed, zeros in enumerate((0.0, 0.02, 0.1, 0.6))])
+    check(kernels, x, layout(dtype, 65536, (400, 64)))
 
 
 def test_every_bf16_pattern(kernels):
@@ -210,7 +226,7 @@ def test_threads(kernels, monkeypatch, num_threads):
     """Enough rows that many threads have work, every row with spills in several groups; all must come out equal."""
     monkeypatch.setattr(fmt, "GROUP_TILES", 3)
     numel, num_rows = 5 * 32768 + 1100, 32
-    g = fmt.layout.__wrapped__(BY_TORCH[BF16], numel, 10, 640)
+    g = fmt.layout.__wrapped__(BY_TORCH[BF16], numel, 10, 900)
     x = torch.cat([data("specials", BF16, 2000), data("gaussian", BF16, numel - 2000)]).expand(num_rows, numel)
     expected, status = torch.empty(1, g.frame_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
     impl_reference.encode(x[:1], expected, status, g)

@@ -11,13 +11,14 @@ _INTS = {2: torch.int16, 4: torch.int32}
 
 
 class Case(NamedTuple):
-    """A zipped frame of the given layout; ``capacity`` None: what ``compress`` stores."""
+    """A zipped frame of the given layout; ``capacity`` None: what ``compress`` stores. ``step``: how far exponents fall at a time."""
     name: str
     dtype: torch.dtype
     numel: int
     capacity: tuple[int, int] | None = (35, 64)
     window_lo: int = -1
     zeros_percent: int = 0
+    step: int = 1
     integrity: str = "off"
 
 
@@ -27,6 +28,8 @@ CASES = (
     Case("bf16_partial_block", BF16, 77),
     Case("bf16_three_blocks", BF16, 2500),
     Case("bf16_zero_mode", BF16, 1500, zeros_percent=40),
+    Case("bf16_spread", BF16, 2100, (400, 64), step=2),
+    Case("bf16_spread_zero_mode", BF16, 2100, (400, 64), zeros_percent=40, step=2),
     Case("bf16_given_window", BF16, 1100, window_lo=119),
     Case("bf16_no_slots_all_spill", BF16, 3000, (0, 2000)),
     Case("bf16_two_tiles_with_spill", BF16, 33000, (5, 1200)),
@@ -48,16 +51,16 @@ def _mix(i: torch.Tensor) -> torch.Tensor:
 
 
 def golden_input(case: Case) -> torch.Tensor:
-    """Random sign and mantissa; exponents fall by one with probability 1/2 each (like small Gaussians), some are zero."""
+    """Random sign and mantissa; exponents fall by a step with probability 1/2 each (like small Gaussians), some are zero."""
     if case.name == "bf16_worked_example":
-        return torch.tensor([1.0, -2.5, 0.0078125], dtype=BF16)
+        return torch.tensor([1.0, -80.0, 0.0078125], dtype=BF16)
     index = torch.arange(case.numel, dtype=torch.int64) + 1000003 * len(case.name)
     if case.dtype not in BY_TORCH:
         return _mix(index) << 31 | _mix(index + 77)
     row = BY_TORCH[case.dtype]
     chance, rest = _mix(index), _mix(index + 0x51ED27)
     falls = sum((chance & (1 << k) - 1 == 0).to(torch.int64) for k in range(1, 14))       # trailing zero bits
-    exponent = row.bias - 3 - falls + (_mix(index + 0xBEEF) % 97 == 0) * 3
+    exponent = row.bias - 3 - case.step * falls + (_mix(index + 0xBEEF) % 97 == 0) * 3
     exponent = torch.where(_mix(index + 0xF00D) % 100 < case.zeros_percent, 0, exponent)
     mantissa, sign = rest & (1 << row.mantissa_bits) - 1, rest >> 31
     bits = sign << 8 * row.itemsize - 1 | exponent << row.mantissa_bits | mantissa

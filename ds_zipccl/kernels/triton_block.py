@@ -105,21 +105,24 @@ def exponents(low, high, DT: tl.constexpr):
 
 
 @triton.jit
-def add_statistics(total, low, high, DT: tl.constexpr):
-    """Adds to u32 totals: sum of exponents (bits 0..19), number of non-zero ones (from bit 20)."""
+def add_statistics(total, squares, low, high, DT: tl.constexpr):
+    """Adds to u32 totals: sum of exponents (bits 0..19) and number of non-zero ones (from bit 20); sum of squares."""
     e = exponents(low, high, DT)
     nonzero = ((e + 0x00FF00FF) >> 8) & 0x00010001
-    both = (e & 0xFFFF) + (e >> 16)
-    return total + both + (((nonzero & 0xFFFF) + (nonzero >> 16)) << 20)
+    e0, e1 = e & 0xFFFF, e >> 16
+    return total + e0 + e1 + (((nonzero & 0xFFFF) + (nonzero >> 16)) << 20), squares + e0 * e0 + e1 * e1
 
 
 @triton.jit
-def choose_window(total, present, given_lo, DT: tl.constexpr):
+def choose_window(total, squares, present, given_lo, DT: tl.constexpr):
     """(lo, mode) of blocks from their statistics and present elements (format.md, section 5)."""
     exponent_sum = (total & 0xFFFFF).to(tl.int32)
     count = (total >> 20).to(tl.int32)
     mode = (1024 * (present - count) > 26 * present).to(tl.int32)
-    tenths = 10 * exponent_sum - tl.where(mode == 1, 34, 43) * count
+    n, s = count.to(tl.int64), exponent_sum.to(tl.int64)
+    spread = n * squares.to(tl.int64) - s * s > 3 * n * n
+    offset = tl.where(mode == 1, tl.where(spread, 29, 34), tl.where(spread, 36, 43))
+    tenths = 10 * exponent_sum - offset * count
     lo = tl.where((count == 0) | (tenths < 0), 0, tl.maximum(tenths, 0) // tl.maximum(10 * count, 1))
     lo = tl.where(given_lo >= 0, given_lo + mode, lo)
     return tl.minimum(lo, top_lo(DT)), mode

@@ -30,15 +30,16 @@ def encode_chunk(tile, row, chunk, tile_elems, num_blocks, running, escapes_offs
     present = tl.minimum(tl.maximum(tile_elems - block * 1024, 0), 1024)
     nothing = tl.zeros((L,), tl.uint32)
 
-    total = nothing
+    total, squares = nothing, nothing
     for j in tl.static_range(4):
         l0, h0, l1, h1, l2, h2, l3, h3 = blk.load_quarter(row, block, 256 * j + 8 * lane, present, nothing, full, WIDE, DT)
-        total = blk.add_statistics(total, l0, h0, DT)
-        total = blk.add_statistics(total, l1, h1, DT)
-        total = blk.add_statistics(total, l2, h2, DT)
-        total = blk.add_statistics(total, l3, h3, DT)
+        total, squares = blk.add_statistics(total, squares, l0, h0, DT)
+        total, squares = blk.add_statistics(total, squares, l1, h1, DT)
+        total, squares = blk.add_statistics(total, squares, l2, h2, DT)
+        total, squares = blk.add_statistics(total, squares, l3, h3, DT)
     block_total = tl.sum(tl.reshape(total.to(tl.int32, bitcast=True), (blocks, 32)), 1)
-    block_lo, block_mode = blk.choose_window(block_total.to(tl.uint32, bitcast=True), block_present, given_lo, DT)
+    block_squares = tl.sum(tl.reshape(squares.to(tl.int32, bitcast=True), (blocks, 32)), 1)
+    block_lo, block_mode = blk.choose_window(block_total.to(tl.uint32, bitcast=True), block_squares, block_present, given_lo, DT)
     any_zero_mode = tl.max(block_mode, 0) > 0
     lo = blk.of_lanes(block_lo, L).to(tl.uint32)
     zero_mode = (0 - blk.of_lanes(block_mode, L)).to(tl.uint32, bitcast=True)

@@ -176,11 +176,8 @@ def test_distributions_and_layouts(kernels, kind, dtype):
 @DTYPES
 def test_limit_of_spread_blocks(kernels, dtype):
     """Every instruction set tells 3 n n and its neighbours apart; also many blocks with a variance around it, both modes."""
-    row = BY_TORCH[dtype]
-    for case in window_cases.CASES:
-        for base in window_cases.BASES[row.name]:
-            x = window_cases.block(case, base, row)
-            check(kernels, x.view(1, -1), layout(dtype, x.numel(), (1024, 0)))
+    for x in window_cases.tensors(BY_TORCH[dtype]):
+        check(kernels, x.view(1, -1), layout(dtype, x.numel(), (1024, 0)))
     x = torch.stack([mixture(65536, seed, dtype, zeros) for seed, zeros in enumerate((0.0, 0.02, 0.1, 0.6))])
     check(kernels, x, layout(dtype, 65536, (400, 64)))
 

@@ -1,8 +1,10 @@
 """The Triton kernels on CPU tensors, in a process of its own because Triton decides at import: ``python triton_cases.py DTYPE``."""
 import os
 import sys
+from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
+sys.path.append(str(Path(__file__).parents[2]))            # for ``tests``; last, so that the installed packages are used
 
 import torch
 
@@ -10,6 +12,7 @@ from ds_zipccl.codec import format as fmt
 from ds_zipccl.codec.dtypes import TABLE
 from ds_zipccl.errors import FrameError
 from ds_zipccl.kernels import impl_reference, impl_triton
+from tests.zipccl import window_cases
 
 BITS = {2: torch.int16, 4: torch.int32}
 #        kind, elements, rows, skip, offset of the rows, capacity, spill
@@ -32,9 +35,9 @@ def rows_of(kind, rows, n, dtype, offset):
     return x.copy_(z)
 
 
-def check(kernels, dtype, kind, n, rows, skip, offset, capacity, spill):
+def check(kernels, dtype, x, skip, capacity, spill):
+    rows, n = x.shape
     g, bits = fmt.layout(dtype, n, capacity, spill), BITS[dtype.itemsize]
-    x = rows_of(kind, rows, n, dtype, offset)
     results = []
     for functions in (kernels, impl_reference):
         frames = torch.full((rows, fmt.align(g.frame_bytes)), 0xA5, dtype=torch.uint8)
@@ -82,10 +85,13 @@ def main():
     dtype = next(row for row in TABLE if row.name == sys.argv[1])
     kernels = impl_triton.load()
     for case in CASES:
+        kind, n, rows, skip, offset, capacity, spill = case
         try:
-            check(kernels, dtype, *case)
+            check(kernels, dtype, rows_of(kind, rows, n, dtype, offset), skip, capacity, spill)
         except AssertionError as error:
             raise AssertionError(f"{dtype.name} {case}: {error}") from error
+    for x in window_cases.tensors(dtype):
+        check(kernels, dtype, x.view(1, -1), -1, 1024, 0)
     check_corruption(kernels, dtype)
 
 

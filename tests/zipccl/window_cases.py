@@ -65,6 +65,14 @@ def block(case: Case, base: int, dtype: DType) -> torch.Tensor:
     return (rest | (e << dtype.mantissa_bits).to(bits)).view(dtype.torch_dtype)
 
 
+def tensors(dtype: DType) -> list[torch.Tensor]:
+    """Every case: those that fill a block, around one base a tensor, and one of the others as its last block."""
+    full = [case for case in CASES if case.num_nonzero + case.zeros == 1024]
+    others = [case for case in CASES if case not in full]
+    bases = BASES[dtype.name]
+    return [torch.cat([block(case, bases[i % len(bases)], dtype) for case in (*full, other)]) for i, other in enumerate(others)]
+
+
 def mixture(numel: int, seed: int, dtype: torch.dtype, zeros: float = 0.0) -> torch.Tensor:
     """Like gradients: Gaussians whose scale differs from element to element, and from block to block by up to 2, so that mean exponents
     have all fractional parts. About two thirds of the blocks are spread."""

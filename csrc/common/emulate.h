@@ -198,8 +198,11 @@ inline unsigned __vadd2(unsigned a, unsigned b) {
     return emulate::pairwise(a, b, [](unsigned x, unsigned y) { return x + y; });
 }
 inline unsigned __viaddmin_u16x2(unsigned a, unsigned b, unsigned c) { return __vminu2(__vadd2(a, b), c); }
-inline unsigned __dp2a_lo(unsigned a, unsigned b, unsigned c) { return c + (a & 0xffff) * (b & 0xff) + (a >> 16) * (b >> 8 & 0xff); }
 inline float __fdividef(float a, float b) { return a / b; }
+inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
+    for (int i = 0; i < 32; i += 8) c += (a >> i & 0xff) * (b >> i & 0xff);
+    return c;
+}
 inline float __uint_as_float(unsigned bits) {
     float value;
     memcpy(&value, &bits, 4);

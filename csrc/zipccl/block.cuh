@@ -9,7 +9,8 @@
 namespace zipscape {
 
 constexpr u32 kZeroMode = 1;
-constexpr u32 kBoth = 0x00010001u;          // a factor that copies 16 bits to both halves
+constexpr u32 kBoth = 0x00010001u;          // factors that copy 16 bits to both halves, 8 bits to all bytes
+constexpr u32 kBytes = 0x01010101u;
 
 // The rows of codec/dtypes.py, as compile-time numbers. kWords: u32 words of raw data a lane owns. kAt: bit where two exponents are worked
 // on, one in each half: in place for 16-bit types (no shifts), packed for FP32.
@@ -119,26 +120,38 @@ __device__ __forceinline__ u32 divide_small(u32 a, u32 b) {
     return rest < 0 ? guess - 1 : rest >= (int)b ? guess + 1 : guess;
 }
 
-// Window of a block from the mean of its non-zero exponents, or the given one.
+// Four of the lane's exponents, one a byte, in no order that matters; i = 0..7.
+template <class F>
+__device__ __forceinline__ u32 four_exponents(const u32 (&x)[F::kWords], u32 i) {
+    if constexpr (F::kItem == 4) {
+        const u32 *e = x + 4 * i, first = __byte_perm(e[0] << 1, e[1] << 1, 0x0073), second = __byte_perm(e[2] << 1, e[3] << 1, 0x0073);
+        return __byte_perm(first, second, 0x5410);
+    } else {
+        return __byte_perm(x[2 * i] >> F::kMantissa, x[2 * i + 1] >> F::kMantissa, 0x6420) & F::kExponentMask * kBytes;
+    }
+}
+
+// Window of a block from the mean and the variance of its non-zero exponents, or the given one.
 template <class F>
 __device__ __forceinline__ Window choose_window(const u32 (&x)[F::kWords], u32 present, int given_lo) {
-    constexpr u32 kAt = F::kAt;
-    u32 sum = 0, count = 0;
+    u32 sum = 0, squares = 0, count = 0;             // count: times 128
 #pragma unroll
-    for (u32 p = 0; p < 16; p++) {
-        const u32 e = exponents<F>(x, p);
-        sum = __dp2a_lo(e, 0x0101u, sum);                                     // adds both halves
-        count += __vminu2(e, kBoth << kAt);
+    for (u32 i = 0; i < 8; i++) {
+        const u32 e = four_exponents<F>(x, i), nonzero = (((e & 0x7f * kBytes) + 0x7f * kBytes) | e) & 0x80 * kBytes;
+        sum = __dp4a(e, kBytes, sum);
+        squares = __dp4a(e, e, squares);
+        count = __dp4a(nonzero, kBytes, count);
     }
-    sum >>= kAt, count = ((count & 0xffff) + (count >> 16)) >> kAt;
-    const u32 both = __reduce_add_sync(kAllLanes, sum | count << 20);         // sum < 2^18, count < 2^11
+    const u32 both = __reduce_add_sync(kAllLanes, sum | count << 13);         // sum < 2^18, count / 128 < 2^11
+    squares = __reduce_add_sync(kAllLanes, squares);                          // < 2^26
     sum = both & 0xfffff, count = both >> 20;
     Window w;
     w.mode = 1024 * (present - count) > 26 * present ? kZeroMode : 0;
     if (given_lo >= 0) {
         w.lo = min(given_lo + w.mode, F::kTopLo);
     } else {
-        const u32 tenths = (w.mode == kZeroMode ? 34 : 43) * count;
+        const bool spread = (u64)count * squares > (u64)sum * sum + 3 * count * count;
+        const u32 tenths = (w.mode == kZeroMode ? (spread ? 29 : 34) : (spread ? 36 : 43)) * count;
         w.lo = count == 0 || 10 * sum < tenths ? 0 : min(divide_small(10 * sum - tenths, 10 * count), F::kTopLo);
     }
     return w;

@@ -13,6 +13,7 @@ from ds_zipccl.codec.dtypes import TABLE
 from ds_zipccl.errors import FrameError
 from ds_zipccl.kernels import impl_reference, nvrtc
 from ds_zipccl.kernels.cuda_calls import CudaCalls, packed_geometry, workspace_words
+from tests.zipccl import window_cases
 from zipscape.errors import BuildError
 from zipscape.op_builder import toolchain
 from zipscape.op_builder.base import csrc_dir
@@ -135,6 +136,14 @@ def test_capacities_and_given_windows(emulated, dtype):
         check(emulated, rows_of("tail", 1, 5000, dtype, 0), fmt.layout(dtype, 5000, capacity, spill))
     for lo in (0, dtype.bias - 8, dtype.top_lo):
         check(emulated, rows_of("sparse", 9, 5000, dtype, 1), fmt.layout(dtype, 5000, 1024, 0, lo), skip=4)
+
+
+@DTYPES
+def test_limit_of_spread_blocks(emulated, dtype):
+    for x in window_cases.tensors(dtype):
+        check(emulated, x.view(1, -1), fmt.layout(dtype, x.numel(), 1024, 0))
+    x = torch.stack([window_cases.mixture(65536, seed, dtype.torch_dtype, zeros) for seed, zeros in enumerate((0.0, 0.02, 0.1, 0.6))])
+    check(emulated, x, fmt.layout(dtype, 65536, 400, 64))
 
 
 def test_every_bf16_pattern(emulated):

@@ -133,6 +133,8 @@ class Avx2 {
     }
 
   public:
+    enum { kFetchBlocksAhead = 0 };
+
     static ZIPCCL_AVX2 Statistics statistics(const uint8_t* exponents) {
         const __m256i zero = _mm256_setzero_si256(), one = _mm256_set1_epi8(1), low = _mm256_set1_epi16(255);
         __m256i nonzero = zero, sum = zero, squares = zero;

@@ -141,6 +141,8 @@ class Avx512 {
     }
 
   public:
+    enum { kFetchBlocksAhead = 2 };  // compress is up to 1.3 times as fast where the input is in no cache
+
     static ZIPCCL_AVX512 Statistics statistics(const uint8_t* exponents) {
         const __m512i zero = _mm512_setzero_si512(), one = _mm512_set1_epi8(1), top = _mm512_set1_epi8(-128);
         __m512i nonzero = zero, sum = zero, squares = zero;

@@ -17,6 +17,8 @@ struct Statistics {
 // or more times kBlockElems, `x` the block's elements, `sum` kBlockElems floats. No alignment is assumed of `x`,
 // `packed`, `planes` and `escapes`.
 struct BlockOps {
+    // How far ahead an encoder asks for its input: the fastest operations outrun what the machine fetches by itself.
+    int fetch_blocks_ahead;
     // Elements -> exponents, byte planes and (types with an extra 3-bit plane) its values.
     void (*split)(const uint8_t* x, uint8_t* exponents, uint8_t* planes, uint8_t* extra);
     void (*join)(const uint8_t* exponents, const uint8_t* planes, const uint8_t* extra, uint8_t* x);
@@ -38,7 +40,8 @@ struct BlockOps {
 };
 
 template <class D, class Isa>
-constexpr BlockOps kBlockOps{Isa::template split<D>,
+constexpr BlockOps kBlockOps{Isa::kFetchBlocksAhead,
+                             Isa::template split<D>,
                              Isa::template join<D>,
                              Isa::statistics,
                              Isa::encode_codes,

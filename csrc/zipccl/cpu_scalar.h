@@ -6,6 +6,8 @@
 namespace zipccl {
 
 struct Scalar {
+    enum { kFetchBlocksAhead = 0 };
+
     // Position of an element in scan order: lane, half, pair.
     static ZIPCCL_INLINE int element_at(int lane, int half, int pair) {
         return 256 * (pair / 4) + 8 * lane + 2 * (pair % 4) + half;

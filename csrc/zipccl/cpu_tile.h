@@ -89,6 +89,9 @@ inline void prepare_block(const Tile& tile, const BlockOps& ops, const uint8_t* 
         std::memcpy(padded, in, present * tile.g->itemsize);
         in = padded;
     }
+    if (ops.fetch_blocks_ahead)  // past the input's end, too: that does nothing
+        for (int64_t at = 0; at < tile.block_bytes(); at += 64)
+            __builtin_prefetch(in + ops.fetch_blocks_ahead * tile.block_bytes() + at);
     ops.split(in, block.exponents, base + tile.planes() + b * tile.block_planes(), block.extra);
     block.lo = window_base(ops.statistics(block.exponents), present, tile.g->window_lo, tile.top_lo(), &block.mode);
     for (int64_t e = present; e < kBlockElems; ++e)  // absent: code 1

@@ -1,4 +1,4 @@
-"""Reusable byte buffers for frames: no allocation in steady state, never more held than a bound."""
+"""Reusable byte buffers for frames: no allocation in steady state, never more idle than a bound."""
 import threading
 
 import torch
@@ -27,6 +27,8 @@ class Workspace:
             buffer, released = stack.pop() if stack else (None, None)
             if buffer is not None:
                 self.held_bytes -= rounded
+                if not stack:
+                    del self._free[device, rounded]
         if released is not None:
             torch.cuda.current_stream(device).wait_event(released)
         if buffer is not None:
@@ -34,13 +36,31 @@ class Workspace:
         return torch.empty(rounded, dtype=torch.uint8, device=device)[:num_bytes]
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Takes a buffer back; keeps it unless that would hold more than the bound."""
+        """Takes a buffer back. Sizes that were not in use for longest make room when the bound is reached: sizes change
+        with the capacities, and old ones must not keep new ones out."""
         whole = torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer.untyped_storage())
-        released = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
+        released = None
+        if buffer.is_cuda:
+            stream = torch.cuda.current_stream(buffer.device)
+            released = stream.record_event()
+            whole.record_stream(stream)         # whenever it is dropped: it may have been allocated on another stream
+        key, num_bytes = (whole.device, whole.numel()), whole.numel()
         with self._lock:
-            if self.held_bytes + whole.numel() <= self._max_bytes:
-                self.held_bytes += whole.numel()
-                self._free.setdefault((whole.device, whole.numel()), []).append((whole, released))
+            if num_bytes > self._max_bytes:
+                return
+            stack = self._free[key] = self._free.pop(key, [])            # to the end: used last
+            while self.held_bytes + num_bytes > self._max_bytes:
+                self._drop_oldest()
+            stack.append((whole, released))
+            self._free[key] = stack
+            self.held_bytes += num_bytes
+
+    def _drop_oldest(self) -> None:
+        key = next(key for key, stack in self._free.items() if stack)
+        self._free[key].pop(0)
+        self.held_bytes -= key[1]
+        if not self._free[key]:
+            del self._free[key]
 
     def clear(self) -> None:
         with self._lock:

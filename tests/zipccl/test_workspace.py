@@ -1,0 +1,41 @@
+"""Frame buffers: reused, bounded, and old sizes do not keep new ones out."""
+import torch
+
+from ds_zipccl.collectives.workspace import PAGE_BYTES, Workspace
+
+CPU = torch.device("cpu")
+
+
+def test_a_buffer_of_the_same_size_comes_back():
+    workspace = Workspace(4 * PAGE_BYTES)
+    buffer = workspace.take(1000, CPU)
+    assert buffer.numel() == 1000 and buffer.dtype == torch.uint8
+    address = buffer.data_ptr()
+    workspace.give(buffer)
+    assert workspace.held_bytes == PAGE_BYTES
+    again = workspace.take(2000, CPU)
+    assert again.data_ptr() == address and workspace.held_bytes == 0
+    assert workspace.take(2000, CPU).data_ptr() != address
+
+
+def test_never_more_idle_than_the_bound():
+    workspace = Workspace(4 * PAGE_BYTES)
+    for pages in (1, 2, 3, 1, 2, 5, 4, 1):
+        for buffer in [workspace.take(pages * PAGE_BYTES, CPU) for _ in range(3)]:
+            workspace.give(buffer)
+            held = sum(b.numel() for stack in workspace._free.values() for b, _ in stack)
+            assert held == workspace.held_bytes <= 4 * PAGE_BYTES
+    workspace.clear()
+    assert workspace.held_bytes == 0 and not workspace._free
+
+
+def test_sizes_out_of_use_make_room():
+    workspace = Workspace(4 * PAGE_BYTES)
+    for buffer in [workspace.take(PAGE_BYTES, CPU) for _ in range(4)]:
+        workspace.give(buffer)                              # full of a size that is not used any more
+    buffer = workspace.take(3 * PAGE_BYTES, CPU)
+    address = buffer.data_ptr()
+    workspace.give(buffer)
+    assert workspace.take(3 * PAGE_BYTES, CPU).data_ptr() == address
+    workspace.give(workspace.take(5 * PAGE_BYTES, CPU))     # larger than the bound: not kept, and nothing dropped for it
+    assert workspace.held_bytes == PAGE_BYTES

@@ -34,6 +34,7 @@ class ZippedCollectives:
     def _zipccl_run(self, op: str, output, data, group, async_op: bool, native, reduce_op=None):
         pg = _resolve(group)
         if pg is None:
+            self.zipccl.native(op, "not_in_group", 0)
             return native()
         call, spec = Call(op, output.detach(), data.detach(), pg, reduce_op), self._zipccl_specs[op]
         choice = getattr(self.zipccl.config.collectives, spec.family)
@@ -47,12 +48,17 @@ class ZippedCollectives:
         work.wait()
         return None
 
-    def _zipccl_count(self, op: str, num_bytes: int, group) -> None:
-        """Counts a collective that has no zipped form; ``num_bytes``: what one rank sends in a world of two, at
-        most."""
+    def _zipccl_count(self, op: str, group, num_bytes) -> None:
+        """Before a collective that has no zipped form: settles the group, so that no rank waits in it for one that waits
+        for a resend, and counts the call. ``num_bytes(world_size)``: what this rank sends."""
         pg = _resolve(group)
-        if pg is not None:
-            self.zipccl.native(op, "not_zipped" if pg.size() > 1 else "world_size_1", num_bytes if pg.size() > 1 else 0)
+        if pg is None:
+            self.zipccl.native(op, "not_in_group", 0)
+        elif pg.size() == 1:
+            self.zipccl.native(op, "world_size_1", 0)
+        else:
+            self.zipccl.settle(pg)
+            self.zipccl.native(op, "not_zipped", num_bytes(pg.size()))
 
     @disable_compiler_collective
     def all_gather_into_tensor(self, output_tensor, input_tensor, group=None, async_op=False):
@@ -66,20 +72,22 @@ class ZippedCollectives:
 
     @disable_compiler_collective
     def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        pg = _resolve(group)
-        world = pg.size() if pg is not None else 1
-        self._zipccl_count("all_reduce", 2 * tensor.nbytes * (world - 1) // world, group)
+        self._zipccl_count("all_reduce", group, lambda world: 2 * tensor.nbytes * (world - 1) // world)
         return super().all_reduce(tensor, op=op, group=group, async_op=async_op)
 
     @disable_compiler_collective
     def broadcast(self, tensor, src, group=None, async_op=False):
-        self._zipccl_count("broadcast", tensor.nbytes if dist.get_rank() == src else 0, group)
+        self._zipccl_count("broadcast", group, lambda world: tensor.nbytes if dist.get_rank() == src else 0)
         return super().broadcast(tensor, src, group=group, async_op=async_op)
 
     def destroy_process_group(self, group=None):
-        """Completes what is in flight on the groups that go away, then destroys as before."""
-        self.zipccl.close(None if group is None or group is dist.group.WORLD else group)
-        return super().destroy_process_group(group=group)
+        """Completes what is in flight on the groups that go away, then destroys as before, also if that failed."""
+        pg = _resolve(group)
+        try:
+            if pg is not None:
+                self.zipccl.close(None if pg is dist.group.WORLD else pg)
+        finally:
+            super().destroy_process_group(group=group)
 
 
 @functools.cache

@@ -8,9 +8,11 @@ from ds_zipccl.collectives.capacity import Capacity
 from ds_zipccl.collectives.transport import SideChannel
 from ds_zipccl.collectives.work import Pending
 
+MAX_CLASSES = 1024          # of capacity: sizes that are new in every call must not fill the memory
+
 
 class GroupState:
-    """State of one group on this rank. All ranks of the group build it at the same call, because eligibility is decided
+    """State of one group and device type on this rank. All ranks of the group build it at the same call, because eligibility is decided
     from shapes."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
@@ -22,37 +24,55 @@ class GroupState:
         self._lock = threading.RLock()
 
     def capacity(self, *key) -> Capacity:
-        """The capacity class of calls with this (op, dtype, row size)."""
-        return self.capacities.setdefault(key, Capacity())
+        """The capacity class of calls with this (op, dtype, row size). The least recently used class is forgotten when
+        there are too many, the same one on every rank."""
+        capacity = self.capacities[key] = self.capacities.pop(key, None) or Capacity()
+        if len(self.capacities) > MAX_CLASSES:
+            del self.capacities[next(iter(self.capacities))]
+        return capacity
 
     def add(self, pending: Pending) -> None:
         with self._lock:
             self._in_flight.append(pending)
 
     def settle(self) -> None:
-        """Settles every call in flight: before the next call of the group is launched, so that capacities and resends
-        are in the same order on every rank. Calls whose handle was dropped are completed here, since nobody else
-        will."""
+        """Settles every call in flight: before the next call of the group, zipped or native, so that capacities and
+        resends are in the same order on every rank and no rank sits in a later collective while another waits for its
+        resend. Calls whose handle was dropped are completed here, since nobody else will."""
         with self._lock:
-            for pending in self._in_flight:
-                pending.settle()
-                if pending.abandoned:
-                    pending.finish()
-            self._in_flight = [pending for pending in self._in_flight if not pending.finished]
+            try:
+                for pending in self._in_flight:
+                    pending.settle()
+                    if pending.abandoned:
+                        pending.finish()
+            finally:
+                self._forget_finished()
 
     def complete(self, pending: Pending) -> None:
         """Settles the calls launched before ``pending``, strictly in launch order, and finishes it."""
         with self._lock:
-            for earlier in self._in_flight:
-                earlier.settle()
-                if earlier is pending:
-                    break
-            pending.finish()
-            self._in_flight = [p for p in self._in_flight if not p.finished]
+            try:
+                for earlier in self._in_flight:
+                    earlier.settle()
+                    if earlier is pending:
+                        break
+                pending.finish()
+            finally:
+                self._forget_finished()
 
     def close(self) -> None:
-        """Completes every call in flight and ends the side channel."""
+        """Completes every call in flight and ends the side channel, whatever fails; then raises the first failure."""
+        failures = []
         with self._lock:
-            for pending in list(self._in_flight):
-                self.complete(pending)
+            for pending in self._in_flight:
+                try:
+                    pending.finish()
+                except Exception as error:
+                    failures.append(error)
+            self._in_flight.clear()
             self.side.close()
+        if failures:
+            raise failures[0]
+
+    def _forget_finished(self) -> None:
+        self._in_flight = [pending for pending in self._in_flight if not pending.finished]

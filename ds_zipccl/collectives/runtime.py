@@ -49,7 +49,7 @@ class Runtime:
         self.stats = stats or Stats()
         self.workspace = Workspace(config.max_workspace_bytes)
         self._specs = specs()
-        self._groups: dict[str, GroupState] = {}
+        self._groups: dict[str, dict[str, GroupState]] = {}         # by group name and device type
         self._seen_reasons: set[tuple[str, str]] = set()
 
     def run(self, call: Call, reason: str | None) -> dist.Work | None:
@@ -60,9 +60,9 @@ class Runtime:
         """
         spec = self._specs[call.op]
         raw_bytes = spec.row_numel(call) * call.input.element_size() * (call.world_size - 1)
+        self.settle(call.group)
         if reason is None:
             state = self._state(call)
-            state.settle()
             reason = self._choose(spec, call, state)
         if reason is None:
             capacity = state.capacity(call.op, call.input.dtype, spec.row_numel(call)).next_call()
@@ -82,22 +82,35 @@ class Runtime:
             self._seen_reasons.add((op, reason))
             log.debug("%s goes native: %s", op, reason)
 
+    def settle(self, group: dist.ProcessGroup) -> None:
+        """Settles the calls in flight on ``group``: before any further collective on it, also one that is none of ours."""
+        for state in self._groups.get(group.group_name, {}).values():
+            if state.group is group:
+                state.settle()
+
     def close(self, group: dist.ProcessGroup | None = None) -> None:
-        """Completes what is in flight on ``group`` (None: on all) and drops its communicator. All ranks of the group at
-        the same point."""
-        names = list(self._groups) if group is None else [group.group_name]
+        """Completes what is in flight on ``group`` (None: on all) and drops its communicators, whatever fails; then
+        raises the first failure. All ranks of the group at the same point."""
+        # By name, not by age: ranks meet their groups in different orders, and a resend needs both ends.
+        names = sorted(self._groups) if group is None else [group.group_name]
+        failures = []
         for name in names:
-            state = self._groups.pop(name, None)
-            if state is not None:
-                state.close()
+            for state in self._groups.pop(name, {}).values():
+                try:
+                    state.close()
+                except Exception as error:
+                    failures.append(error)
         if group is None:
             self.workspace.clear()
+        if failures:
+            raise failures[0]
 
     def _state(self, call: Call) -> GroupState:
-        state = self._groups.get(call.group.group_name)
+        """A group may serve CPU and GPU tensors; each kind needs a side channel of its own."""
+        states = self._groups.setdefault(call.group.group_name, {})
+        state = states.get(call.input.device.type)
         if state is None or state.group is not call.group:
-            state = GroupState(call.group, call.input.device)
-            self._groups[call.group.group_name] = state
+            state = states[call.input.device.type] = GroupState(call.group, call.input.device)
         return state
 
     def _choose(self, spec: CollectiveSpec, call: Call, state: GroupState) -> str | None:
@@ -138,13 +151,20 @@ class Runtime:
             if overflow:
                 self.stats.overflow(call.op, raw_bytes)
 
-        def finish_on_this_stream() -> None:
-            finish()
+        def keep_input() -> None:
             if device.type == "cuda":       # read here, perhaps on another stream than the one it was allocated on
                 call.input.record_stream(torch.cuda.current_stream(device))
 
+        def finish_on_this_stream() -> None:
+            finish()
+            keep_input()
+
+        def resend_on_this_stream() -> None:
+            spec.resend(call, launch)
+            keep_input()
+
         return Pending(words=words, status_work=status_work, payload_work=payload_work, finish=finish_on_this_stream,
-                       resend=lambda: spec.resend(call, launch), on_settled=settled, release=launch.release)
+                       resend=resend_on_this_stream, on_settled=settled, release=launch.release)
 
     def _run_to_end(self, spec: CollectiveSpec, call: Call, state: GroupState) -> None:
         """A zipped call that is not counted and leaves no trace in the capacities: for probes."""

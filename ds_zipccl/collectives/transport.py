@@ -1,6 +1,7 @@
 """Moves bytes: payloads over the caller's own group, small agreements and resends over a side channel of the same
 ranks."""
 from collections import Counter
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,14 @@ def all_to_all_bytes(out: torch.Tensor, rows: torch.Tensor, group: dist.ProcessG
     return dist.all_to_all_single(out, rows, group=group, async_op=True)
 
 
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long the group itself waits for its ranks."""
+    try:
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return c10d.default_pg_timeout
+
+
 class SideChannel:
     """A communicator of its own over the ranks of ``group``, made from the group's store: no global state, no torch
     group.
@@ -48,9 +57,11 @@ class SideChannel:
         store = dist.PrefixStore(f"zipccl/side/{group.group_name}/{generation}", c10d._get_process_group_store(group))
         rank, size = group.rank(), group.size()
         if device.type == "cuda":
-            self._backend = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = _timeout(group, device)
+            self._backend = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
-            self._backend = dist.ProcessGroupGloo(store, rank, size, c10d.default_pg_timeout)
+            self._backend = dist.ProcessGroupGloo(store, rank, size, _timeout(group, device))
 
     def all_gather(self, out: torch.Tensor, own: torch.Tensor) -> dist.Work:
         """Asynchronous; ``out`` [size * n], ``own`` [n]."""

@@ -12,14 +12,16 @@ class Pending:
     """A zipped call in flight on one group. Owned by the group's queue; at most one thread works on it at a time.
 
     Life: launched -> settled (every rank's status is known; a call that overflowed anywhere has been sent again) ->
-    finished (output filled).
+    finished (output filled, or failed for good: ``failure`` is then what every wait raises).
     """
 
     def __init__(self, *, words: torch.Tensor, status_work: dist.Work, payload_work: dist.Work, finish, resend, on_settled, release):
         self._words, self._status_work, self._payload_work = words, status_work, payload_work
         self._finish, self._resend, self._on_settled, self._release = finish, resend, on_settled, release
         self.settled = self.finished = False
+        self.failure: BaseException | None = None
         self._overflow = False
+        self._filled = None           # GPU: event after what fills the output, on whichever stream that was queued
         self.handle = None            # weak reference to the caller's Work
 
     def settle(self) -> None:
@@ -33,19 +35,46 @@ class Pending:
         self._on_settled(max(need for _, need in words), self._overflow)
         self.settled = True
         if self._overflow:
-            self._resend()
+            try:
+                self._fill(self._resend)
+            except BaseException as error:
+                self.failure = error
+                raise
 
     def finish(self) -> None:
-        """Fills the output (on a GPU: queues it on the current stream) and releases the buffers."""
+        """Fills the output (on a GPU: queues it on the current stream) and releases the buffers.
+
+        A call that fails (corrupt frame, broken connection) is finished too: it must not fail again in later calls. Its
+        buffers are dropped, not reused: a transfer may still write to them.
+        """
         if self.finished:
             return
-        self.settle()
-        self._payload_work.wait()
-        if not self._overflow:
-            self._finish()
-        self.finished = True
-        self._release()
-        self._finish = self._resend = self._release = self._on_settled = None     # drop the tensors they hold
+        try:
+            self.settle()
+            if self.failure is not None:            # the resend failed when another call settled this one
+                raise self.failure
+            self._payload_work.wait()
+            if not self._overflow:
+                self._fill(self._finish)
+            self.join()
+            self._release()
+        except BaseException as error:
+            self.failure = error
+            raise
+        finally:
+            self.finished = True
+            self._finish = self._resend = self._release = self._on_settled = None     # drop the tensors they hold
+
+    def _fill(self, write_output) -> None:
+        write_output()
+        if self._words.is_cuda:
+            self._filled = torch.cuda.current_stream(self._words.device).record_event()
+
+    def join(self) -> None:
+        """Makes the current stream wait for the output: a resend, or a finish by polling or by the next call, may have
+        been queued on another stream than the waiting one."""
+        if self._filled is not None:
+            torch.cuda.current_stream(self._words.device).wait_event(self._filled)
 
     @property
     def ready(self) -> bool:
@@ -75,6 +104,9 @@ class ZipWork(dist.Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         if not self._pending.finished:
             self._state.complete(self._pending)
+        if self._pending.failure is not None:
+            raise self._pending.failure
+        self._pending.join()
         return True
 
     def is_completed(self) -> bool:
@@ -83,10 +115,10 @@ class ZipWork(dist.Work):
         return self._pending.finished
 
     def is_success(self) -> bool:
-        return True
+        return self._pending.failure is None
 
     def exception(self):
-        return None
+        return self._pending.failure
 
     def synchronize(self) -> None:
         self.wait()

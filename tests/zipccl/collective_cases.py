@@ -1,14 +1,18 @@
 """Cases run on every rank by test_collectives.py (see tests/helpers/ranks.py)."""
 import contextlib
+import time
+from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from ds_zipccl.backend.policy import reason_for_native
-from ds_zipccl.collectives import transport
+from ds_zipccl.collectives import all_gather, transport
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.errors import FrameError
 from ds_zipccl.kernels import loader
 from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits, specials
@@ -167,6 +171,65 @@ def case_many_in_flight_waited_in_reverse(rank, world):
         assert live.stats.snapshot()[AG]["overflows"] == 1
 
 
+def case_native_call_between_launch_and_wait(rank, world):
+    """One rank waits before a native call of the group, the others after it: a resend needs them all, so nobody may sit
+    in the native call."""
+    with runtime(min_bytes=1024) as live:
+        data, out = random_bits(4000, seed=rank), torch.empty(world * 4000, dtype=torch.bfloat16)
+        small, small_out = gaussian(4, seed=rank), torch.empty(world * 4, dtype=torch.bfloat16)
+        work = launch(live, AG, out, data)
+        if rank == 0:
+            work.wait()
+        assert not carry_out(live, AG, small_out, small)
+        work.wait()
+        assert_same_bits(out, gathered(data, world), "sent again")
+        assert live.stats.snapshot()[AG]["overflows"] == 1
+
+
+def case_corrupt_frame_fails_its_own_call_only(rank, world):
+    """FrameError at every wait of that call; neither the next call nor close() stumbles over it. (Kernels on a GPU note
+    corrupt frames and do not raise.)"""
+    if torch.get_default_device().type == "cuda":
+        return
+    original = transport.all_gather_bytes
+
+    def corrupting(out, own, group):
+        work = original(out, own, group)
+        work.wait()
+        if rank == 0:
+            out.fill_(7)
+        return work
+
+    with runtime() as live:
+        data = gaussian(4000, seed=rank)
+        out = torch.empty(world * 4000, dtype=data.dtype)
+        all_gather.all_gather_bytes = corrupting
+        try:
+            work = launch(live, AG, out, data)
+        finally:
+            all_gather.all_gather_bytes = original
+        for _ in range(2):
+            with pytest.raises(FrameError) if rank == 0 else contextlib.nullcontext():
+                work.wait()
+        assert work.is_success() == (rank != 0)
+        del work
+        carry_out(live, AG, out, data)
+        assert_same_bits(out, gathered(data, world), "the call after")
+
+
+def case_side_channel_has_the_groups_timeout(rank, world):
+    """A rank that does not come is noticed when the group would notice it, not after torch's default of half an hour."""
+    group = dist.new_group(list(range(world)), timeout=timedelta(seconds=2))
+    side = transport.SideChannel(group, torch.get_default_device())
+    words, word = torch.empty(world, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    if rank == 0 and word.device.type == "cpu":        # NCCL would end the process
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="[Tt]imed out"):
+            side.all_gather(words, word).wait()
+        assert time.monotonic() - start < 30
+    dist.barrier()
+
+
 def case_overflows_on_all_and_alternating(rank, world):
     with runtime() as live:
         for i in range(8):
@@ -309,7 +372,6 @@ def case_wire_bytes_are_what_is_sent(rank, world):
         data, out = gaussian(size, seed=rank), torch.empty(world * size, dtype=torch.bfloat16)
         sent = []
         original = transport.all_gather_bytes
-        from ds_zipccl.collectives import all_gather
         all_gather.all_gather_bytes = lambda o, own, group: (sent.append(own.numel()), original(o, own, group))[1]
         try:
             carry_out(live, AG, out, data)

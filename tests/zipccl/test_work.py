@@ -1,0 +1,109 @@
+"""A call in flight: what its waits do on a GPU with several streams (shown with streams that only keep a record), and
+what is remembered per group."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ds_zipccl.codec.format import OVERFLOW_BIT
+from ds_zipccl.collectives import group_state, runtime
+from ds_zipccl.collectives.group_state import GroupState
+from ds_zipccl.collectives.work import Pending, ZipWork
+from ds_zipccl.config import ZipcclConfig
+
+DONE = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+
+
+@pytest.fixture
+def state(monkeypatch):
+    monkeypatch.setattr(group_state, "SideChannel", lambda group, device: SimpleNamespace(close=lambda: None))
+    return GroupState(SimpleNamespace(group_name="g"), torch.device("cpu"))
+
+
+class Streams:
+    """torch.cuda.current_stream() with a record of what every stream waits for."""
+
+    def __init__(self, monkeypatch):
+        self.current, self.waits = "main", []
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(
+            record_event=lambda stream=self.current: f"point on {stream}",
+            wait_event=lambda event, stream=self.current: self.waits.append((stream, event))))
+
+
+def make(state, word=0, resend=lambda: None, finish=lambda: None):
+    """A call of one rank in flight, with a status word that claims to be on a GPU."""
+    words = SimpleNamespace(tolist=lambda: [word], is_cuda=True, device="cuda")
+    pending = Pending(words=words, status_work=DONE, payload_work=DONE, finish=finish, resend=resend,
+                      on_settled=lambda need, overflow: None, release=lambda: None)
+    state.add(pending)
+    return ZipWork(pending, state)
+
+
+def test_wait_joins_the_stream_on_which_the_next_call_sent_again(state, monkeypatch):
+    streams = Streams(monkeypatch)
+    work = make(state, word=OVERFLOW_BIT)
+    streams.current = "of the next call"
+    state.settle()
+    streams.current = "of the waiter"
+    work.wait()
+    assert ("of the waiter", "point on of the next call") in streams.waits
+
+
+def test_every_wait_joins_the_stream_on_which_polling_finished(state, monkeypatch):
+    streams = Streams(monkeypatch)
+    work = make(state)
+    streams.current = "of the poller"
+    assert work.is_completed()
+    for streams.current in ("first", "second"):
+        work.wait()
+    assert {("first", "point on of the poller"), ("second", "point on of the poller")} <= set(streams.waits)
+
+
+def test_resend_that_fails_fails_its_waits(state, monkeypatch):
+    Streams(monkeypatch)
+
+    def broken():
+        raise RuntimeError("link down")
+
+    work = make(state, word=OVERFLOW_BIT, resend=broken)
+    with pytest.raises(RuntimeError, match="link down"):
+        state.settle()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="link down"):
+            work.wait()
+    assert not work.is_success() and str(work.exception()) == "link down"
+
+
+def test_close_completes_the_others_when_one_fails(state, monkeypatch):
+    Streams(monkeypatch)
+    closed, finished = [], []
+
+    def broken():
+        raise RuntimeError("corrupt")
+
+    state.side.close = lambda: closed.append(True)
+    works = [make(state, finish=broken), make(state, finish=lambda: finished.append(True))]
+    with pytest.raises(RuntimeError, match="corrupt"):
+        state.close()
+    assert closed and finished and works[1].is_completed()
+
+
+def test_capacity_classes_are_bounded_and_the_recent_ones_stay(state):
+    kept = state.capacity("op", "kept")
+    for size in range(3 * group_state.MAX_CLASSES):
+        state.capacity("op", size)
+        assert state.capacity("op", "kept") is kept
+    assert len(state.capacities) == group_state.MAX_CLASSES
+
+
+def test_a_group_has_a_state_per_device_type(monkeypatch):
+    closed = []
+    monkeypatch.setattr(group_state, "SideChannel",
+                        lambda group, device: SimpleNamespace(close=lambda: closed.append(device.type)))
+    live = runtime.Runtime(ZipcclConfig(enabled=True), {})
+    group = SimpleNamespace(group_name="g")
+    on_cpu, on_gpu, again = (live._state(SimpleNamespace(group=group, input=SimpleNamespace(device=torch.device(name))))
+                             for name in ("cpu", "cuda:0", "cpu"))
+    assert on_cpu is again and on_cpu is not on_gpu
+    live.close(group)
+    assert sorted(closed) == ["cpu", "cuda"]

@@ -4,6 +4,7 @@ No torch headers are involved, so a build takes seconds and does not depend on t
 holds a hash of everything that goes into it: a changed source, flag or compiler makes another file, never a stale one.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -86,6 +87,11 @@ class NativeLibrary:
                 except BuildError as error:
                     self._error = error
                     raise
+                except OSError as error:            # disk full, cache not writable: no reason to end a training either
+                    self._error = BuildError(describe(
+                        f"The native library {self.name!r} could not be built", got=str(error), where=str(cache_dir()),
+                        todo="make room there, or name another folder in the variable ZIPSCAPE_CACHE"))
+                    raise self._error from error
             return self._handle
 
     def build(self) -> Path:
@@ -119,7 +125,8 @@ class NativeLibrary:
             try:
                 self.compile(target)
             except BuildError as error:
-                _write_atomically(failure, str(error))
+                with contextlib.suppress(OSError):      # the note is for the other processes; ours has the error
+                    _write_atomically(failure, str(error))
                 raise
         return target
 

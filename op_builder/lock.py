@@ -23,7 +23,11 @@ def bounded(path, wait_s: float, is_done):
     if fcntl is None:
         yield False
         return
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:             # for instance another user's, in a cache that is shared
+        yield False
+        return
     try:
         yield _acquire(handle, wait_s, is_done)
     finally:

@@ -219,6 +219,25 @@ def test_living_but_stuck_owner_is_waited_for_only_so_long(library):
         assert 0.5 <= time.monotonic() - begin < 20.0
 
 
+def test_lock_file_that_cannot_be_opened_does_not_keep_anybody_from_building(library):
+    one = library()
+    one._target().parent.mkdir(parents=True)
+    one._target().with_suffix(".lock").mkdir()          # stands for another user's file in a shared cache
+    assert one.load().answer() == 42
+
+
+def test_full_disk_is_a_build_error(library, monkeypatch):
+    """Whoever can do without the library (kernels: best) must be able to catch it."""
+    def full(**options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(base.tempfile, "TemporaryDirectory", full)
+    one = library()
+    for _ in range(2):
+        with pytest.raises(BuildError, match="No space left on device.*ZIPSCAPE_CACHE"):
+            one.load()
+
+
 def test_library_appears_by_rename(library):
     """Whoever has the old file open or mapped keeps it whole: the new one is another file at the same path."""
     one = library()

@@ -74,9 +74,13 @@ struct ChunkSpill {
     std::vector<uint8_t> bytes;  // at most a sub-pool: what comes after can never be stored
 };
 
-// Second step of encoding: spill offsets are a prefix sum over the group's tiles. Returns whether the sub-pool
-// overflowed.
-inline bool place_spills(const Rows& rows, int64_t group, const ChunkSpill* chunks, uint8_t* frame) {
+struct PoolUse {
+    bool overflow = false;
+    uint64_t bytes = 0;  // of all spills, stored or not
+};
+
+// Second step of encoding: spill offsets are a prefix sum over the group's tiles.
+inline PoolUse place_spills(const Rows& rows, int64_t group, const ChunkSpill* chunks, uint8_t* frame) {
     const Tile first{rows.g, group * rows.g->group_tiles};
     uint8_t* pool = frame + first.pool_offset();
     const uint64_t capacity = first.pool_bytes();
@@ -103,7 +107,14 @@ inline bool place_spills(const Rows& rows, int64_t group, const ChunkSpill* chun
         }
     }
     std::memset(pool + filled, 0, capacity - filled);
-    return overflow;
+    return {overflow, used};
+}
+
+// The group's spill need, in units of kSpillUnitBytes a tile.
+inline uint32_t spill_need(const Rows& rows, int64_t group, uint64_t spill_bytes) {
+    const int64_t num_tiles = std::min(rows.g->group_tiles, rows.g->num_tiles - group * rows.g->group_tiles);
+    const uint64_t unit = static_cast<uint64_t>(kSpillUnitBytes * num_tiles);
+    return static_cast<uint32_t>((spill_bytes + unit - 1) / unit);
 }
 
 inline uint32_t encode_rows(const Rows& rows, const uint8_t* x, int64_t x_stride, uint8_t* frames,
@@ -128,21 +139,25 @@ inline uint32_t encode_rows(const Rows& rows, const uint8_t* x, int64_t x_stride
                     spill.bytes.insert(spill.bytes.end(), escapes.get() + slots, escapes.get() + count);
             }
         });
-    uint32_t need = 0, overflowed = 0;
+    uint32_t need = 0, overflowed = 0, spill = 0;
     for (int64_t row = 0; row < rows.num_rows; ++row) {
         if (row == rows.skip) continue;
         uint8_t* frame = frames + row * frame_stride;
         const ChunkSpill* chunks = spills.data() + row * num_chunks;
-        uint32_t row_need = 0, row_overflow = 0;
+        uint32_t row_need = 0, row_overflow = 0, row_spill = 0;
         for (int64_t c = 0; c < num_chunks; ++c) row_need = std::max(row_need, chunks[c].need);
-        for (int64_t group = 0; group < rows.g->num_groups; ++group)
-            if (place_spills(rows, group, chunks, frame)) row_overflow = kOverflowBit;
+        for (int64_t group = 0; group < rows.g->num_groups; ++group) {
+            const PoolUse use = place_spills(rows, group, chunks, frame);
+            if (use.overflow) row_overflow = kOverflowBit;
+            row_spill = std::max(row_spill, spill_need(rows, group, use.bytes));
+        }
         std::memcpy(frame, rows.header, kHeaderBytes);
-        store<uint32_t>(frame + kStatusOffset, row_need | row_overflow);
+        store<uint32_t>(frame + kStatusOffset, row_need | row_overflow | row_spill << kSpillShift);
         need = std::max(need, row_need);
         overflowed |= row_overflow;
+        spill = std::max(spill, row_spill);
     }
-    return need | overflowed;
+    return need | overflowed | spill << kSpillShift;
 }
 
 // The first row (but `skip`) whose header is not the expected one or says overflow; num_rows if there is none.
@@ -150,7 +165,7 @@ inline int64_t first_bad_header(const Rows& rows, const uint8_t* frames, int64_t
     for (int64_t row = 0; row < rows.num_rows; ++row) {
         if (row == rows.skip) continue;
         const uint8_t* frame = frames + row * frame_stride;
-        if (std::memcmp(frame, rows.header, kStatusOffset) != 0 || load<uint32_t>(frame + kStatusOffset) >> 16 != 0 ||
+        if (std::memcmp(frame, rows.header, kStatusOffset) != 0 || (load<uint32_t>(frame + kStatusOffset) & kOverflowBit) != 0 ||
             std::memcmp(frame + kStatusOffset + 4, rows.header + kStatusOffset + 4, kHeaderBytes - kStatusOffset - 4) !=
                 0)
             return row;

@@ -92,7 +92,7 @@ __device__ __forceinline__ void store_part(u8* block, u32 present, bool wide, u3
 // One warp: the frame's header against the one this call expects.
 __device__ __forceinline__ u32 check_header(const Call& c, const u8* frame) {
     const u32 word = ((const u32*)frame)[lane_id()];
-    const bool bad = lane_id() == kStatusOffset / 4 ? word >> 16 != 0 : word != c.header[lane_id()];
+    const bool bad = lane_id() == kStatusOffset / 4 ? (word & kOverflowBit) != 0 : word != c.header[lane_id()];
     return bad ? kBadHeader : 0;
 }
 

@@ -11,7 +11,7 @@
 
 namespace zipscape {
 
-struct Outcome { u32 need, overflow; };
+struct Outcome { u32 need, overflow, spill; };        // the fields of a status word
 
 // Escapes of a tile that its slots do not hold.
 __device__ __forceinline__ u32 spill_of(u32 num_escapes, u32 capacity) { return num_escapes > capacity ? num_escapes - capacity : 0; }
@@ -61,19 +61,24 @@ __device__ __forceinline__ Outcome finish_group(const Call& c, const Workspace& 
     Outcome o;
     o.need = __reduce_max_sync(kAllLanes, need);
     o.overflow = total > size;
+    const u32 unit = kSpillUnitBytes * min((u32)c.g.group_tiles, num_tiles - first);
+    o.spill = (total + unit - 1) / unit;
     return o;
 }
 
-__device__ __forceinline__ u32 status_word(Outcome o) { return o.need | o.overflow * kOverflowBit; }
+__device__ __forceinline__ u32 status_word(Outcome o) {
+    return o.need | o.overflow * kOverflowBit | o.spill << kSpillShift;
+}
 
 // One warp: `o` together with the `count` outcomes that arrive `stride` words apart.
 __device__ __forceinline__ void collect(const u64* from, i64 stride, u32 count, u32 tag, Outcome& o) {
-    u32 need = o.need, overflow = o.overflow;
+    u32 need = o.need, overflow = o.overflow, spill = o.spill;
     for (u32 i = lane_id(); i < count; i += kWarp) {
         const u32 word = receive(from + i * stride, tag);
-        need = max(need, word & kNeedMask), overflow |= word / kOverflowBit;
+        need = max(need, word & kNeedMask), overflow |= word / kOverflowBit & 1, spill = max(spill, word >> kSpillShift);
     }
     o.need = __reduce_max_sync(kAllLanes, need), o.overflow = __reduce_max_sync(kAllLanes, overflow);
+    o.spill = __reduce_max_sync(kAllLanes, spill);
 }
 
 // One warp, when a row's outcome is known: its header, and with the last row the call's status.
@@ -106,7 +111,7 @@ __device__ __forceinline__ void encode_tile(const Call& c) {
     const i64 row_index = row_of(c, blockIdx.y);
     u8* frame = c.frames + row_index * c.frame_stride;
     const Workspace ws = find_workspace(c, blockIdx.y);
-    Outcome outcome = {0, 0};
+    Outcome outcome = {0, 0, 0};
     const u32 new_tag = lane == 0 ? (u32)load_message(ws.last_tag) + 1 : 0;          // needed late: nobody waits for it here
     if (c.g.num_tiles == 0) {
         if (warp == 0) finish_row(c, ws, __shfl_sync(kAllLanes, new_tag, 0), frame, outcome);

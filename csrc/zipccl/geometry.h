@@ -60,7 +60,9 @@ enum {
     kTileHeaderBytes = 16,
     kBlockHeaderBytes = 4,
     kOverflowBit = 1 << 16,
-    kNeedMask = kOverflowBit - 1
+    kNeedMask = kOverflowBit - 1,
+    kSpillShift = 17,
+    kSpillUnitBytes = 4
 };
 
 #endif  // ZIPCCL_GEOMETRY_H

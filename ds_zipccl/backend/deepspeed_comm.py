@@ -81,13 +81,17 @@ class ZippedCollectives:
         return super().broadcast(tensor, src, group=group, async_op=async_op)
 
     def destroy_process_group(self, group=None):
-        """Completes what is in flight on the groups that go away, then destroys as before, also if that failed."""
+        """Completes what is in flight on the groups that go away, then destroys as before, also if that failed. Without
+        the world's group the object is DeepSpeed's own again: who initializes anew may do so with other settings."""
         pg = _resolve(group)
+        everything = pg is not None and pg is dist.group.WORLD
         try:
             if pg is not None:
-                self.zipccl.close(None if pg is dist.group.WORLD else pg)
+                self.zipccl.close(None if everything else pg)
         finally:
             super().destroy_process_group(group=group)
+            if everything:
+                _restore(self)
 
 
 @functools.cache
@@ -114,5 +118,9 @@ def uninstall() -> None:
     cdb = deepspeed_comm.cdb
     if isinstance(cdb, ZippedCollectives):
         cdb.zipccl.close()
-        cdb.__class__ = type(cdb).__mro__[2]
-        del cdb.zipccl, cdb._zipccl_specs
+        _restore(cdb)
+
+
+def _restore(cdb) -> None:
+    cdb.__class__ = type(cdb).__mro__[2]
+    del cdb.zipccl, cdb._zipccl_specs

@@ -59,7 +59,9 @@ def _around_step(step):
 
 def _on_configured(engine) -> None:
     """Reads the section, agrees with the other ranks, swaps the backend. Raises on every rank alike, before any
-    collective."""
+    collective: whatever can fail on one rank alone is done before the ranks agree."""
+    if deepspeed_comm.live_runtime() is None:
+        _close_log()                        # of a process group that was destroyed
     section = engine._config._param_dict.get("zipccl")
     config, kernels, error = ZipcclConfig(), {}, None
     if section is not None:
@@ -67,12 +69,20 @@ def _on_configured(engine) -> None:
             config = ZipcclConfig.from_section(section)
             if config.enabled:
                 _check_deepspeed()
+                _check_running(config)
+                _check_log(config)
                 kernels = _resolve_kernels(config)
         except ZipScapeError as problem:
             error = problem
+        except Exception as problem:        # the other ranks must hear of it, not wait for this one
+            log.debug("set-up failed", exc_info=True)
+            error = ZipScapeError(describe("ds_zipccl could not be set up", got=f"{type(problem).__name__}: {problem}"))
     _agree(config, error)
     if config.enabled:
         activate(config, kernels)
+    elif deepspeed_comm.live_runtime() is not None:
+        log.warning('this engine has no "zipccl" section that is enabled; an earlier one of this process has, and there is one '
+                    "communication object: its settings hold for both")
 
 
 def _check_deepspeed() -> None:
@@ -80,6 +90,26 @@ def _check_deepspeed() -> None:
         raise ConfigError(describe("ds_zipccl hooks into DeepSpeed's internals and was not tested with this version",
                                    got=deepspeed.__version__, expected=" or ".join(TESTED_DEEPSPEED),
                                    todo="install a tested DeepSpeed, or take the zipccl section out"))
+
+
+def _check_running(config: ZipcclConfig) -> None:
+    running = deepspeed_comm.live_runtime()
+    if running is not None and running.config.fingerprint() != config.fingerprint():
+        raise ConfigError(describe('a second engine of this process has another "zipccl" section', got=config.model_dump(),
+                                   expected=running.config.model_dump(), todo="give all engines the same section"))
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _check_log(config: ZipcclConfig) -> None:
+    if config.log is not None and _is_first():
+        try:
+            open(config.log, "a").close()
+        except OSError as error:
+            raise ConfigError(describe('the "zipccl" section is wrong', got=f"log = {config.log!r}: {error.strerror}",
+                                       expected="a file that rank 0 can append to", where="ds_config.json")) from None
 
 
 def _resolve_kernels(config: ZipcclConfig) -> dict[str, str]:
@@ -100,32 +130,34 @@ def _agree(config: ZipcclConfig, error: ZipScapeError | None) -> None:
         if error is not None:
             raise error
         return
+    name = f"zipccl/{number}"
     record = {"version": __version__, "config_hash": config.fingerprint(), "enabled": config.enabled,
               "config": config.model_dump(exclude={"log"}), "error": None if error is None else str(error)}
-    store, rank, world_size = c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    name = f"zipccl/{number}"
-    if not config.enabled and error is None:
-        handshake.announce(store, rank, record, name=name, world_size=world_size)
-    else:
-        handshake.agree(store, rank, world_size, record, name=name)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if config.enabled or error is not None:
+        handshake.agree(c10d._get_default_store(), rank, world_size, record, name=name)
+        return
+    try:
+        handshake.announce(c10d._get_default_store(), rank, record, name=name, world_size=world_size)
+    except Exception:           # a script that does not use us must not fail because of us: some backends have no store
+        log.debug("could not tell the other ranks that there is no zipccl section", exc_info=True)
 
 
 def activate(config: ZipcclConfig, kernels: dict[str, str]) -> Runtime:
     """Makes the process's communication zipped, or keeps it so. All ranks at the same point, after init_distributed.
 
-    Raises ConfigError when the process already runs with other settings.
+    Raises ConfigError when the process already runs with other settings. The log of the first engine stays.
     """
     global _step_log
+    _check_running(config)
     running = deepspeed_comm.live_runtime()
     if running is not None:
-        if running.config != config:
-            raise ConfigError(describe('a second engine of this process has another "zipccl" section', got=config.model_dump(),
-                                       expected=running.config.model_dump(), todo="give all engines the same section"))
+        if running.config.log != config.log and _is_first():
+            log.warning("a second engine asks for the log %s; the statistics of the process stay in %s", config.log, running.config.log)
         return running
     runtime = Runtime(config, kernels)
     deepspeed_comm.install(runtime)
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    if is_first:
+    if _is_first():
         log.info("ds_zipccl %s is on: collectives %s, kernels %s", __version__, config.collectives.model_dump(), kernels)
         if config.log is not None:
             _step_log = StepLog(config.log, runtime.stats)
@@ -134,8 +166,12 @@ def activate(config: ZipcclConfig, kernels: dict[str, str]) -> Runtime:
 
 def deactivate() -> None:
     """Back to native collectives. All ranks at the same point."""
-    global _step_log
     deepspeed_comm.uninstall()
+    _close_log()
+
+
+def _close_log() -> None:
+    global _step_log
     if _step_log is not None:
         _step_log.close()
         _step_log = None

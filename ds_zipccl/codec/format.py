@@ -24,6 +24,7 @@ STATUS_OFFSET = 20
 CHECKSUM_OFFSET = 24                         # u32 kind, u32 checksum of the frame with this u32 zero
 OVERFLOW_BIT = 1 << 16
 NEED_MASK = OVERFLOW_BIT - 1
+SPILL_SHIFT, SPILL_MASK, SPILL_UNIT_BYTES = 17, (1 << 14) - 1, 4
 MODE_ZIPPED, MODE_RAW, MODE_ZERO_BLOCKS = 0, 1, 2
 DEFAULT_ESCAPES_PER_BLOCK = 35               # a full BF16 tile has room for 35.5 escapes a block: Gaussians need 21-31
 DEFAULT_SPILL_PER_TILE = 64                  # 0.14 %: a group of 256 tiles can hold 16 blocks of arbitrary exponents
@@ -60,6 +61,16 @@ class Header:
         """Escape capacity per block, in bytes, with which no tile would have spilled."""
         return self.status & NEED_MASK
 
+    @property
+    def spill_need_bytes(self) -> int:
+        """Sub-pool bytes per tile with which no group would have overflowed."""
+        return spill_need_bytes(self.status)
+
+
+def spill_need_bytes(status: int) -> int:
+    """Of a status word: sub-pool bytes per tile with which no group overflows, at the escape capacity the frame was written with."""
+    return (status >> SPILL_SHIFT & SPILL_MASK) * SPILL_UNIT_BYTES
+
 
 def pack_header(dtype_code: int, mode: int, numel: int, escapes_per_block: int = 0, spill_per_tile: int = 0,
                 window_lo: int = -1) -> bytes:
@@ -86,7 +97,7 @@ def parse_header(data: bytes) -> Header:
     if mode not in (MODE_ZIPPED, MODE_RAW, MODE_ZERO_BLOCKS) or (mode != MODE_RAW and code == RAW_CODE):
         raise FrameError(describe("unknown mode in a frame", got=f"mode {mode}, dtype code {code}",
                                   expected="0 (zipped), 1 (raw) or 2 (zero blocks left out)"))
-    if any(data[CHECKSUM_OFFSET + 8:HEADER_BYTES]) or status & ~(OVERFLOW_BIT | NEED_MASK) \
+    if any(data[CHECKSUM_OFFSET + 8:HEADER_BYTES]) or status >> 31 \
             or mode != MODE_ZIPPED and (window or escapes or spill or status):
         raise FrameError(describe("reserved bytes of a frame header are set", expected="zeros in version 1"))
     if kind not in (NONE, CRC32) or (kind == NONE and checksum):

@@ -12,6 +12,7 @@ from zipscape.errors import describe
 BLOCK = 1024
 ZERO_MODE = 1
 ZERO_CODE = 7
+SPILL_UNIT = 4               # bytes
 _INT_VIEW = {2: torch.int16, 4: torch.int32}
 
 
@@ -162,7 +163,7 @@ def _encode_run(x: torch.Tensor, frame: torch.Tensor, g: Geometry, run) -> tuple
 
 def _encode_frame(x: torch.Tensor, frame: torch.Tensor, g: Geometry) -> int:
     """Encodes one frame; returns its status word."""
-    overflow, need = False, 0
+    overflow, need, spill_need = False, 0, 0
     for group in range(g.num_groups):
         pool, used = _pool(frame, g, group), 0
         pool.zero_()
@@ -180,7 +181,9 @@ def _encode_frame(x: torch.Tensor, frame: torch.Tensor, g: Geometry) -> int:
                     else:
                         overflow = True
                     used += spill.numel()
-    status = need | overflow << 16
+        num_tiles = min(g.group_tiles, g.num_tiles - group * g.group_tiles)
+        spill_need = max(spill_need, -(-used // (SPILL_UNIT * num_tiles)))
+    status = need | overflow << 16 | spill_need << 17
     header = bytearray(g.header)
     header[20:24] = status.to_bytes(4, "little")
     frame[:len(header)] = torch.frombuffer(header, dtype=torch.uint8).to(frame.device)
@@ -189,12 +192,9 @@ def _encode_frame(x: torch.Tensor, frame: torch.Tensor, g: Geometry) -> int:
 
 def encode(x: torch.Tensor, frames: torch.Tensor, status: torch.Tensor, g: Geometry, skip: int = -1) -> None:
     """See kernels/ops.py."""
-    worst = 0
-    for i in range(x.shape[0]):
-        if i != skip:
-            word = _encode_frame(x[i], frames[i], g)
-            worst = max(word & 0xFFFF, worst & 0xFFFF) | (word | worst) & 1 << 16
-    status.fill_(worst)
+    words = [_encode_frame(x[i], frames[i], g) for i in range(x.shape[0]) if i != skip]
+    fields = [[word & mask for word in words] for mask in (0xFFFF, 1 << 16, 0x7FFF << 17)]
+    status.fill_(sum(max(field, default=0) for field in fields))
 
 
 def _corrupt(what: str, **detail) -> FrameError:
@@ -257,7 +257,7 @@ def check_header(data: bytes, g: Geometry) -> None:
     if data[:20] != g.header[:20] or data[24:] != g.header[24:]:
         at = next(i for i in range(128) if data[i] != g.header[i] and not 20 <= i < 24)
         raise _corrupt("its header is not what this call expects", got=f"byte {at} = {data[at]}", expected=g.header[at])
-    if data[22] or data[23]:
+    if data[22] & 1:
         raise _corrupt("it is marked as overflowed", got=data[20:24].hex(), expected="bit 16 clear")
 
 

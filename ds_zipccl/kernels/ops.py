@@ -9,7 +9,7 @@ Shapes, for ``n = geometry.numel`` elements per frame and ``P`` pieces:
 ``encode(x, frames, status, g, skip=-1)``
     ``x`` [P, n] float (each row contiguous), ``frames`` [P, stride] uint8 with stride >= g.frame_bytes, ``status``
     int32 [1]. Writes ``frames[i, :g.frame_bytes]`` for every i but ``skip``, and to ``status`` the largest need of the
-    frames in bits 0..15 and bit 16 if any of them overflowed (docs/format.md, section 6).
+    frames in bits 0..15, bit 16 if any of them overflowed, their largest spill need in bits 17..30 (docs/format.md, section 6).
 ``decode(frames, out, g, skip=-1)``
     Writes ``out`` [P, n] from ``frames`` but for row ``skip``. Raises FrameError on a corrupt or overflowed frame.
 ``decode_reduce(frames, own, own_index, out, g)``

@@ -142,7 +142,7 @@ def check_header(frame, h0, h1, h2, h3, h4):
     i = tl.arange(0, 32)
     word = tl.load(u32_at(frame, 0) + i).to(tl.int32, bitcast=True)
     expected = tl.where(i == 0, h0, tl.where(i == 1, h1, tl.where(i == 2, h2, tl.where(i == 3, h3, tl.where(i == 4, h4, 0)))))
-    bad = tl.where(i == 5, (word >> 16) != 0, word != expected.to(tl.int32))
+    bad = tl.where(i == 5, (word & 65536) != 0, word != expected.to(tl.int32))
     return tl.max(tl.where(bad, BAD_HEADER, 0), 0)
 
 

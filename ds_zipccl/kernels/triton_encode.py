@@ -141,7 +141,7 @@ def tiles(x, frames, row_stride, frame_stride, skip, numel, num_tiles, given_lo,
 @blk.kernel
 def groups(frames, outcomes, frame_stride, skip, num_tiles, num_groups, tiles_offset, tile_bytes, last_blocks, capacity, last_capacity,
            pools_offset, pool_bytes, last_pool_bytes, GROUP: tl.constexpr):
-    """Grid (groups, rows). ``outcomes`` [rows, groups]: need, and bit 16 for overflow."""
+    """Grid (groups, rows). ``outcomes`` [rows, groups]: status words."""
     group, index = tl.program_id(0), tl.program_id(1)
     row = index + ((skip >= 0) & (index >= skip)).to(tl.int32)
     frame = frames + row.to(tl.int64) * frame_stride
@@ -156,7 +156,9 @@ def groups(frames, outcomes, frame_stride, skip, num_tiles, num_groups, tiles_of
     tl.store(u32_at(head, 4), offset.to(tl.uint32), mask=spill > 0)
     size = tl.where(group == num_groups - 1, last_pool_bytes, pool_bytes)
     overflow = (tl.sum(spill, 0) > size).to(tl.int32)
-    tl.store(outcomes + index * num_groups + group, tl.max((num + nb - 1) // nb, 0) | overflow << 16)
+    unit = 4 * tl.minimum(GROUP, num_tiles - group * GROUP)
+    spill_need = (tl.sum(spill, 0) + unit - 1) // unit
+    tl.store(outcomes + index * num_groups + group, tl.max((num + nb - 1) // nb, 0) | overflow << 16 | spill_need << 17)
     pool = frame + pools_offset + group.to(tl.int64) * pool_bytes
     span = tl.arange(0, 1024)
     start = 0
@@ -167,14 +169,15 @@ def groups(frames, outcomes, frame_stride, skip, num_tiles, num_groups, tiles_of
 
 @triton.jit
 def worst_outcome(outcomes, count):
+    """The status word of ``count`` frames together: the largest of each field."""
     span = tl.arange(0, 64)
-    worst_need, any_overflow = span * 0, span * 0
+    need, overflow, spill = span * 0, span * 0, span * 0
     start = 0
     while start < count:
         words = tl.load(outcomes + start + span, mask=start + span < count, other=0)
-        worst_need, any_overflow = tl.maximum(worst_need, words & 0xFFFF), tl.maximum(any_overflow, words >> 16)
+        need, overflow, spill = tl.maximum(need, words & 0xFFFF), tl.maximum(overflow, words & 65536), tl.maximum(spill, words >> 17)
         start += 64
-    return tl.max(worst_need, 0), tl.max(any_overflow, 0)
+    return tl.max(need, 0) | tl.max(overflow, 0) | tl.max(spill, 0) << 17
 
 
 @blk.kernel
@@ -186,13 +189,12 @@ def finish(x, frames, status, outcomes, row_stride, frame_stride, skip, num_rows
     row = index + ((skip >= 0) & (index >= skip)).to(tl.int32)
     frame = frames + row.to(tl.int64) * frame_stride
     if t == 0:
-        need, overflow = worst_outcome(outcomes + index * num_groups, num_groups)
+        word_5 = worst_outcome(outcomes + index * num_groups, num_groups)
         i = tl.arange(0, 32)
         word = tl.where(i == 0, h0, tl.where(i == 1, h1, tl.where(i == 2, h2, tl.where(i == 3, h3, tl.where(i == 4, h4, 0)))))
-        tl.store(u32_at(frame, 0) + i, tl.where(i == 5, need | overflow << 16, word).to(tl.uint32))
+        tl.store(u32_at(frame, 0) + i, tl.where(i == 5, word_5, word).to(tl.uint32))
         if index == 0:
-            need, overflow = worst_outcome(outcomes, num_groups * num_rows)
-            tl.store(status, need | overflow << 16)
+            tl.store(status, worst_outcome(outcomes, num_groups * num_rows))
     if t < num_tiles:
         tile = frame + tiles_offset + t.to(tl.int64) * tile_bytes
         last = t == num_tiles - 1

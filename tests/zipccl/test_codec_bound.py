@@ -39,7 +39,7 @@ def test_nothing_is_written_beside_a_frame(kernels, dtype, kind):
         assert (frames[:, codec.frame_bytes:] == 0xAA).all() and (frames[1] == 0xAA).all()
         assert status[0] == -7 and status[2] == -7 and status[1] >= 0
         if kind in INCOMPRESSIBLE and dtype != FP16 and capacity != (1024, 0):
-            assert int(status[1]) >> 16 == 1                  # so an overflowed frame was among those checked
+            assert int(status[1]) & fmt.OVERFLOW_BIT                  # so an overflowed frame was among those checked
 
 
 @DTYPES
@@ -81,7 +81,7 @@ def test_equal_data_make_equal_frames(kernels, dtype):
         torch.set_num_threads(threads)
         frame, status = torch.full((1, codec.frame_bytes), fill, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
         codec.encode(x.view(1, -1), frame, status)
-        assert not int(status) >> 16
+        assert not int(status) & fmt.OVERFLOW_BIT
         frames.append(frame)
     torch.set_num_threads(before)
     assert torch.equal(frames[0], frames[1]) and torch.equal(frames[0], frames[2])

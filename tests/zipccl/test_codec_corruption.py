@@ -99,7 +99,7 @@ def structural(frame: torch.Tensor, numel: int, dtype) -> dict[str, torch.Tensor
         "one element more": (8, struct.pack("<Q", numel + 1)), "one element less": (8, struct.pack("<Q", numel - 1)),
         "2^63 elements": (8, struct.pack("<Q", 1 << 63)), "c beyond a block": (16, struct.pack("<H", 1025)),
         "c that needs a longer frame": (16, struct.pack("<H", 1024)), "s that needs a longer frame": (18, struct.pack("<H", 65535)),
-        "overflow": (22, b"\1"), "status bit 17": (22, b"\2"), "status bit 31": (23, b"\x80"),
+        "overflow": (22, b"\1"), "status bit 31": (23, b"\x80"),
         "unknown checksum kind": (24, b"\2"), "checksum without kind": (28, b"\1"), "wrong checksum": (24, struct.pack("<II", 1, 12345)),
         "reserved byte 32": (32, b"\1"), "reserved byte 127": (127, b"\x80"),
         "tile count + 1": (TILE_HEAD, struct.pack("<I", count + 1)), "tile count 2^32 - 1": (TILE_HEAD, b"\xff" * 4),

@@ -237,3 +237,25 @@ def test_the_fit_is_the_smallest_frame_without_overflow():
                     assert s == spill
             assert fmt.layout(ROW, numel, c, s).frame_bytes <= 1.02 * min(sizes.values())
     assert best_capacity(torch.zeros(0, dtype=torch.int64), ROW, 0) == (0, 0)
+
+
+def test_spill_need_is_what_the_sub_pools_must_hold(kernels):
+    """Tight, per group, largest over rows; with that much room nothing overflows, whatever the capacity it was found with."""
+    x = data("mixed scales", BF16, 3 * fmt.TILE_ELEMS + 5000, 21)
+    for capacity in (0, 8, 16):
+        words = []
+        for spill in (0, 65535):
+            codec = Codec.of(BF16, x.numel(), "cpu", escapes_per_block=capacity, spill_per_tile=spill, kernels=kernels)
+            frames, status = codec.empty_frames(1, "cpu"), torch.zeros(1, dtype=torch.int32)
+            codec.encode(x.view(1, -1), frames, status)
+            words.append(int(status))
+        assert header_of(frames[0]).spill_need_bytes == fmt.spill_need_bytes(words[0]) == fmt.spill_need_bytes(words[1])
+        slots = torch.tensor([codec.geometry.escapes_capacity] * 3 + [codec.geometry.last_escapes_capacity])
+        spilled = int((tile_escapes(frames[0], codec.geometry) - slots).clamp(min=0).sum())
+        need = fmt.spill_need_bytes(words[0])
+        assert spilled and 4 * need >= spilled > 4 * (need - fmt.SPILL_UNIT_BYTES)                  # 4 tiles
+        enough = Codec.of(BF16, x.numel(), "cpu", escapes_per_block=capacity, spill_per_tile=need, kernels=kernels)
+        two = torch.stack([data("gaussian", BF16, x.numel(), 22), x])
+        frames = enough.empty_frames(2, "cpu")
+        enough.encode(two, frames, status)
+        assert fmt.spill_need_bytes(int(status)) == need and not int(status) & fmt.OVERFLOW_BIT and words[0] & fmt.OVERFLOW_BIT

@@ -106,7 +106,7 @@ def check(calls, x, g, skip=-1):
     expected, expected_status = reference_encode(x, g, skip)
     assert torch.equal(status, expected_status)
     assert torch.equal(frames, expected), f"first difference at {(frames != expected).nonzero()[0].tolist()}"
-    if int(status) >> 16:
+    if int(status) & fmt.OVERFLOW_BIT:
         return
     whole = torch.zeros_like(x.new_empty(x.shape[0], x.shape[1] + 3))
     out = whole[:, :x.shape[1]]

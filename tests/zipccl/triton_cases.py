@@ -47,7 +47,7 @@ def check(kernels, dtype, x, skip, capacity, spill):
     (frames, status), (expected, expected_status) = results
     assert status == expected_status, (hex(status), hex(expected_status))
     assert torch.equal(frames, expected), f"first difference at {(frames != expected).nonzero()[0].tolist()}"
-    if status >> 16:
+    if status & 1 << 16:
         return
     out = torch.full((rows, n + 3), 1.5, dtype=dtype.torch_dtype)
     kernels.decode(frames, out[:, :n], g, skip)

@@ -75,5 +75,5 @@ def golden_frame(case: Case, kernels: str) -> torch.Tensor:
                      window_lo=case.window_lo, kernels=kernels)
     frames, status = codec.empty_frames(1, "cpu"), torch.zeros(1, dtype=torch.int32)
     codec.encode(x.view(1, -1), frames, status)
-    assert not int(status) >> 16, f"{case.name} overflows: choose a larger capacity"
+    assert not int(status) & 1 << 16, f"{case.name} overflows: choose a larger capacity"
     return frames[0]

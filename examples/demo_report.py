@@ -1,17 +1,15 @@
 """The demo's verdict, tables and report files, made from the folders of its three runs."""
 import json
-import platform
 import statistics
 from collections import Counter
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
 from demo_compare import DemoError, differences, load_run, spread
 from demo_plot import plot
 from rich import box
 from rich.table import Table
+
+from zipscape.machine import describe_machine
 
 __all__ = ["DemoError", "make_report", "print_tables", "read_traffic"]
 
@@ -98,27 +96,9 @@ def make_report(out, setting):
 
 
 def _meta(setting, run):
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for package in ("zipscape", "torch", "deepspeed", "numpy"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
-    return {"machine": {"system": platform.platform(), "cpu": _cpu_name(), "gpus": gpus},
-            "versions": versions, "command": setting["command"],
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    return {**describe_machine(setting["command"]),
             "num_parameters": sum(w.numel() for w in run.weights.values()), "num_tensors": len(run.weights),
             **{k: v for k, v in setting.items() if k != "command"}}
-
-
-def _cpu_name():
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-        return f"{name}, {sum(line.startswith('processor') for line in lines)} cores"
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def _run_rows(runs, setting, steps):
@@ -195,8 +175,8 @@ def _runs_table(report):
 
 def _ops_table(report):
     header = ["collective", "zipped", "native", "logical MB", "wire MB", "ratio", "remarks"]
-    rows = [[r["op"], str(r["calls_zipped"]), str(r["calls_native"]), *_megabytes(r),
-_remarks(r)] for r in report["rows"] if r["op"] != "step"]
+    rows = [[r["op"], str(r["calls_zipped"]), str(r["calls_native"]), *_megabytes(r), _remarks(r)]
+            for r in report["rows"] if r["op"] != "step"]
     total = next(r for r in report["rows"] if r["op"] == "step" and r["path"] == "zipped")
     return header, [*rows, ["all", "", "", *_megabytes(total), ""]]
 

@@ -85,6 +85,8 @@ def run(args) -> int:
                       kernels["reason"] or "")
     activation = data["activation"]
     note = "; ".join(activation["failures"]) or ("off: ZIPSCAPE_DISABLE=1" if activation["disabled_by_environment"] else "")
+    if not activation["entry_point"]:
+        note = note or "zipscape is not installed (pip install .): only `import ds_zipccl` in the script activates it"
     table.add_row("activation from ds_config.json", "-", "yes" if activation["entry_point"] and not note else "NO", note)
     console.print(table)
     if args.config:

@@ -4,6 +4,7 @@ import json
 import pytest
 import torch
 
+from ds_zipccl.cli import report as cli_report
 from ds_zipccl.cli.main import main
 from ds_zipccl.kernels import loader
 
@@ -52,6 +53,12 @@ def test_a_bad_configuration_is_one_clear_error(tmp_path, capsys, text, words):
     out, error = capsys.readouterr()
     assert error.startswith("ds_zipccl: ") and words in error and "Traceback" not in error and out == ""
     assert error.strip().count("\n") == 0
+
+
+def test_activation_that_does_not_work_has_its_reason(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli_report.importlib.metadata, "entry_points", lambda group: [])
+    assert report(tmp_path)["activation"]["entry_point"] is False
+    assert "zipscape is not installed" in " ".join(capsys.readouterr().out.replace("\u2502", " ").split())
 
 
 def test_wrong_arguments_have_status_2(capsys):

@@ -42,7 +42,11 @@ def _versions() -> list[dict]:
 
 def _activation() -> dict:
     names = [e.name for e in importlib.metadata.entry_points(group="torch.backends")]
-    return {"entry_point": "zipscape" in names, "disabled_by_environment": activate.is_disabled(), "failures": list(activate.failures)}
+    row = {"entry_point": "zipscape" in names, "disabled_by_environment": activate.is_disabled(), "failures": list(activate.failures)}
+    reason = "; ".join(row["failures"]) or ("off: ZIPSCAPE_DISABLE=1" if row["disabled_by_environment"] else None)
+    if reason is None and not row["entry_point"]:
+        reason = "zipscape is not installed (pip install .): only `import ds_zipccl` in the script activates it"
+    return {**row, "reason": reason}
 
 
 def _settings(path: str | None) -> dict | None:
@@ -83,11 +87,8 @@ def run(args) -> int:
         best = " (best here)" if name in data["best_kernels"].values() else ""
         table.add_row(f"kernels: {name}{best}", "/".join(kernels["devices"]), "yes" if kernels["available"] else "NO",
                       kernels["reason"] or "")
-    activation = data["activation"]
-    note = "; ".join(activation["failures"]) or ("off: ZIPSCAPE_DISABLE=1" if activation["disabled_by_environment"] else "")
-    if not activation["entry_point"]:
-        note = note or "zipscape is not installed (pip install .): only `import ds_zipccl` in the script activates it"
-    table.add_row("activation from ds_config.json", "-", "yes" if activation["entry_point"] and not note else "NO", note)
+    reason = data["activation"]["reason"]
+    table.add_row("activation from ds_config.json", "-", "NO" if reason else "yes", reason or "")
     console.print(table)
     if args.config:
         settings = data["settings"]

@@ -55,10 +55,12 @@ def test_a_bad_configuration_is_one_clear_error(tmp_path, capsys, text, words):
     assert error.strip().count("\n") == 0
 
 
-def test_activation_that_does_not_work_has_its_reason(tmp_path, capsys, monkeypatch):
+def test_activation_that_does_not_work_has_its_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(cli_report.importlib.metadata, "entry_points", lambda group: [])
-    assert report(tmp_path)["activation"]["entry_point"] is False
-    assert "zipscape is not installed" in " ".join(capsys.readouterr().out.replace("\u2502", " ").split())
+    activation = report(tmp_path)["activation"]
+    assert activation["entry_point"] is False and "not installed" in activation["reason"]
+    monkeypatch.setenv("ZIPSCAPE_DISABLE", "1")
+    assert "ZIPSCAPE_DISABLE" in report(tmp_path)["activation"]["reason"]
 
 
 def test_wrong_arguments_have_status_2(capsys):

@@ -10,18 +10,13 @@ import torch.distributed as dist
 from deepspeed.comm import comm as deepspeed_comm
 from deepspeed.comm.torch import disable_compiler_collective
 
+from ds_zipccl.backend.deepspeed_native import NativeCollectives, resolve
 from ds_zipccl.backend.policy import reason_for_native
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.runtime import Runtime
 
 
-def _resolve(group) -> dist.ProcessGroup | None:
-    """The process group that is meant, or None for "this rank is not in the group" and foreign group objects."""
-    group = dist.group.WORLD if group is None else group
-    return group if isinstance(group, dist.ProcessGroup) else None
-
-
-class ZippedCollectives:
+class ZippedCollectives(NativeCollectives):
     """Mixin over a TorchBackend class. ``zipccl`` is the Runtime, set when the class is swapped in.
 
     Every override keeps the base method's ``disable_compiler_collective``, arguments and return value: an async call
@@ -32,7 +27,7 @@ class ZippedCollectives:
     zipccl: Runtime
 
     def _zipccl_run(self, op: str, output, data, group, async_op: bool, native, reduce_op=None):
-        pg = _resolve(group)
+        pg = resolve(group)
         if pg is None:
             self.zipccl.native(op, "not_in_group", 0)
             return native()
@@ -48,18 +43,6 @@ class ZippedCollectives:
         work.wait()
         return None
 
-    def _zipccl_count(self, op: str, group, num_bytes) -> None:
-        """Before a collective that has no zipped form: settles the group, so that no rank waits in it for one that waits
-        for a resend, and counts the call. ``num_bytes(world_size)``: what this rank sends."""
-        pg = _resolve(group)
-        if pg is None:
-            self.zipccl.native(op, "not_in_group", 0)
-        elif pg.size() == 1:
-            self.zipccl.native(op, "world_size_1", 0)
-        else:
-            self.zipccl.settle(pg)
-            self.zipccl.native(op, "not_zipped", num_bytes(pg.size()))
-
     @disable_compiler_collective
     def all_gather_into_tensor(self, output_tensor, input_tensor, group=None, async_op=False):
         native = functools.partial(super().all_gather_into_tensor, output_tensor, input_tensor, group=group, async_op=async_op)
@@ -70,20 +53,10 @@ class ZippedCollectives:
         native = functools.partial(super().reduce_scatter_tensor, output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         return self._zipccl_run("reduce_scatter_tensor", output_tensor, input_tensor, group, async_op, native, self._reduce_op(op))
 
-    @disable_compiler_collective
-    def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        self._zipccl_count("all_reduce", group, lambda world: 2 * tensor.nbytes * (world - 1) // world)
-        return super().all_reduce(tensor, op=op, group=group, async_op=async_op)
-
-    @disable_compiler_collective
-    def broadcast(self, tensor, src, group=None, async_op=False):
-        self._zipccl_count("broadcast", group, lambda world: tensor.nbytes if dist.get_rank() == src else 0)
-        return super().broadcast(tensor, src, group=group, async_op=async_op)
-
     def destroy_process_group(self, group=None):
         """Completes what is in flight on the groups that go away, then destroys as before, also if that failed. Without
         the world's group the object is DeepSpeed's own again: who initializes anew may do so with other settings."""
-        pg = _resolve(group)
+        pg = resolve(group)
         everything = pg is not None and pg is dist.group.WORLD
         try:
             if pg is not None:
@@ -122,5 +95,5 @@ def uninstall() -> None:
 
 
 def _restore(cdb) -> None:
-    cdb.__class__ = type(cdb).__mro__[2]
+    cdb.__class__ = type(cdb).__bases__[-1]
     del cdb.zipccl, cdb._zipccl_specs

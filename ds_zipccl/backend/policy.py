@@ -18,7 +18,6 @@ REASONS = {
     "min_bytes": "smaller than min_bytes",
     "max_workspace_bytes": "the frames would be larger than max_workspace_bytes",
     "graph_capture": "captured in a CUDA graph",
-    "autograd": "an input needs a gradient through the collective",
     "native_is_faster": "a probe found native faster",
     "deterministic_reduce": "adaptive may not choose a reduction's arithmetic by timing",
     "incompressible": "recent data did not compress",

@@ -3,6 +3,8 @@ because after a ZeRO-3 engine torch's F.linear stays replaced in the process."""
 import copy
 import hashlib
 import json
+import os
+import tempfile
 from pathlib import Path
 
 import deepspeed
@@ -14,6 +16,7 @@ from torch import nn
 from ds_zipccl.backend import deepspeed_comm, deepspeed_hooks
 from ds_zipccl.collectives import reduce_scatter, transport
 from tests.helpers.bits import assert_same_bits
+from zipscape.errors import ZipScapeError
 
 WIDTH, VOCAB, STEPS = 96, 61, 4
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -109,6 +112,16 @@ def case_script_without_section(rank, world_size):
     assert type(deepspeed_dist.comm.cdb).__name__ == "TorchBackend"
 
 
+def case_script_without_section_and_without_store(rank, world_size):
+    """Some backends (MPI) have no store to announce through: the script still trains."""
+    original = deepspeed_hooks.c10d._get_default_store
+    deepspeed_hooks.c10d._get_default_store = lambda: None
+    try:
+        train(settings(1, "bf16"), 1, steps=1)
+    finally:
+        deepspeed_hooks.c10d._get_default_store = original
+
+
 def case_shipped_configs_train(rank, world_size):
     """Every file in configs/ trains as it is; stage 3 comes last."""
     documents = [json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))]
@@ -126,10 +139,74 @@ def case_second_engine_with_other_section_is_refused(rank, world_size):
     try:
         deepspeed.initialize(model=other, model_parameters=other.parameters(),
                              config=settings(1, "bf16", zipccl={**ZIPPED, "min_bytes": 2048}))
-    except ValueError as error:
+    except ZipScapeError as error:
         assert "second engine" in str(error)
     else:
         raise AssertionError("not refused")
+    engine.destroy()
+    deepspeed_hooks.deactivate()
+
+
+def case_second_engine_may_differ_in_the_log(rank, world_size):
+    """The log is each rank's own affair: that it differs on one rank must not stop that rank alone."""
+    live = None
+    for log in (None, os.devnull if rank == 1 else None):
+        model = Net()
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(),
+                                          config=settings(1, "bf16", zipccl={**ZIPPED, "log": log}))
+        live = live or deepspeed_comm.live_runtime()
+        assert live is not None and deepspeed_comm.live_runtime() is live
+        engine.destroy()
+    deepspeed_hooks.deactivate()
+
+
+def case_native_collectives_work_and_are_counted(rank, world_size):
+    """What has no zipped form goes through unchanged, with the bytes that this rank sends."""
+    model = Net()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(),
+                                      config=settings(1, "bf16", zipccl=ZIPPED))
+    live, world, last = deepspeed_comm.live_runtime(), world_size, rank == world_size - 1
+    assert world == 2
+    ones, zeros = (lambda: torch.ones(10)), (lambda: torch.zeros(10))
+    both = lambda: [torch.zeros(10), torch.zeros(10)]           # noqa: E731
+    ds, group = deepspeed_dist, deepspeed_dist.new_group([0])
+    calls = [                                                   # name, call, bytes rank 0 sends, bytes rank 1 sends
+        ("all_reduce", lambda: ds.all_reduce(ones()), 40, 40),
+        ("reduce", lambda: ds.reduce(ones(), 0), 0, 40),
+        ("broadcast", lambda: ds.broadcast(ones(), 1), 0, 40),
+        ("all_gather", lambda: ds.all_gather(both(), ones()), 40, 40),
+        ("reduce_scatter", lambda: ds.reduce_scatter(zeros(), both()), 40, 40),
+        ("all_to_all_single", lambda: ds.all_to_all_single(zeros(), ones()), 20, 20),
+        ("all_to_all_single", lambda: ds.all_to_all_single(torch.zeros(9 if last else 11), ones(), [4, 5] if last else [6, 5],
+                                                           [5, 5] if last else [6, 4]), 16, 20),
+        ("gather", lambda: ds.gather(ones(), None if last else both(), 0), 0, 40),
+        ("scatter", lambda: ds.scatter(zeros(), None if last else both(), 0), 40, 0),
+    ]
+    for op, call, *sent in calls:
+        before = live.stats.snapshot().get(op, {"raw_bytes": 0, "native_reasons": {}})
+        call()
+        after = live.stats.snapshot()[op]
+        assert after["raw_bytes"] - before["raw_bytes"] == sent[rank], op
+        assert after["native_reasons"]["not_zipped"] == before["native_reasons"].get("not_zipped", 0) + 1, op
+    total, objects = ones(), [None] * world
+    ds.all_reduce(total)
+    ds.all_gather_object(objects, rank)
+    ds.barrier()
+    assert total.tolist() == [world] * 10 and objects == list(range(world))
+    ds.all_gather_into_tensor(zeros(), zeros(), group=group)
+    reason = "not_in_group" if last else "world_size_1"
+    assert live.stats.snapshot()["all_gather_into_tensor"]["native_reasons"][reason] >= 1
+    engine.destroy()
+    deepspeed_hooks.deactivate()
+
+
+def case_destroy_of_a_group_of_others(rank, world_size):
+    model = Net()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(),
+                                      config=settings(1, "bf16", zipccl=ZIPPED))
+    group = deepspeed_dist.new_group([0])
+    deepspeed_dist.destroy_process_group(group)          # on rank 1 a placeholder, no group
+    assert deepspeed_comm.live_runtime() is not None
     engine.destroy()
     deepspeed_hooks.deactivate()
 
@@ -157,6 +234,22 @@ def case_wrong_section_on_one_rank_is_an_error_on_all(rank, world_size):
     assert "min_bytes" in text, text
     text = _refused({"enabled": True, "kernels": "cuda"}, rank, world_size)
     assert "cuda" in text, text
+    text = _refused({**ZIPPED, "log": "/no/such/folder/zipccl.jsonl"}, rank, world_size)
+    assert "/no/such/folder/zipccl.jsonl" in text and "rank 0" in text, text
+
+
+def case_unforeseen_failure_on_one_rank_is_an_error_on_all(rank, world_size):
+    original = deepspeed_hooks.loader.resolve
+
+    def failing(requested, device_type):
+        raise PermissionError("no cache for you")
+
+    deepspeed_hooks.loader.resolve = failing if rank == 1 else original
+    try:
+        text = _refused(ZIPPED, rank, world_size)
+    finally:
+        deepspeed_hooks.loader.resolve = original
+    assert "rank 1" in text and "PermissionError: no cache for you" in text, text
 
 
 def case_world_of_one(rank, world_size):
@@ -228,3 +321,42 @@ def case_flipped_bit_changes_training(rank, world_size):
     finally:
         all_gather.all_gather_bytes = original
     assert len(calls) >= 9 and flipped[0] != clean[0], "a flipped bit went unseen"
+
+
+def case_new_process_group_starts_afresh(rank, world_size):
+    """After destroy_process_group nothing of the old engine is left: class, statistics, log. Must be last."""
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders)
+        log = Path(folders[0], "log.jsonl")
+        model = Net()
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(),
+                                          config=settings(1, "bf16", zipccl={**ZIPPED, "log": str(log)}))
+        run_one_step(engine)
+        rows = log.read_text().count("\n") if rank == 0 else None
+        assert rows in (1, None)
+        first = deepspeed_comm.live_runtime()
+        engine.destroy()
+        dist.barrier()
+        deepspeed_dist.destroy_process_group()
+        assert deepspeed_comm.live_runtime() is None and not first._groups
+        store = dist.FileStore(str(Path(folders[0], "store")), world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        deepspeed_dist.init_distributed("gloo", verbose=False)
+        model = Net()
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(),
+                                          config=settings(1, "bf16", zipccl=ZIPPED))
+        run_one_step(engine)
+        second = deepspeed_comm.live_runtime()
+        assert second is not first and second.stats.snapshot()["all_gather_into_tensor"]["calls_zipped"] > 0
+        if rank == 0:
+            assert log.read_text().count("\n") == rows, "the old log was written to"
+        engine.destroy()
+        deepspeed_hooks.deactivate()
+        dist.barrier()
+
+
+def run_one_step(engine) -> None:
+    for _ in range(engine.gradient_accumulation_steps()):
+        engine.backward(engine(torch.zeros(4, 7, dtype=torch.long)))
+        engine.step()

@@ -1,45 +1,54 @@
-"""Escape capacity per class of calls, from what earlier calls of the class needed. Pure: the same words give the same
-answer."""
+"""Sub-pool room per class of calls, from what earlier calls of the class needed. Pure: the same words give the same answer.
+
+Slots are the same in every tile and fit Gaussians; what a heavier tile needs beyond them it takes from its group's sub-pool, which only has
+to hold the sum. So it is the room in the sub-pools that follows the data.
+"""
 from collections import deque
 from dataclasses import dataclass, field
 
-from ds_zipccl.codec.format import DEFAULT_ESCAPES_PER_BLOCK
+from ds_zipccl.codec.format import DEFAULT_SPILL_PER_TILE, TILE_ELEMS
 
-STEP = 4                # capacities are rounded up to this: few different frame layouts
-MARGIN = 4              # and leave this much room above the largest recent need
-SHRINK_AFTER = 32       # calls that must agree before a capacity goes down: hysteresis
-GIVE_UP_NEED = 440      # BF16 would gain less than 10 %
-RETRY_AFTER = 64        # calls that go uncompressed before the class is tried again
+STEP_BYTES = 64             # rooms are rounded up to this: few different frame layouts
+MARGIN = 8                  # and leave one part in 8 above the largest recent need
+SHRINK_AFTER = 32           # calls that must agree before a room goes down: hysteresis
+GIVE_UP_SHARE = 3 / 16      # of the raw bytes, in sub-pools: BF16 would gain less than 12 %
+RETRY_AFTER = 64            # calls that go uncompressed before the class is tried again
 
 
-def _capacity_for(need: int) -> int:
-    return max(DEFAULT_ESCAPES_PER_BLOCK, -(-(need + MARGIN) // STEP) * STEP)
+def _room_for(need: int) -> int:
+    return max(DEFAULT_SPILL_PER_TILE, -(-(need + need // MARGIN) // STEP_BYTES) * STEP_BYTES)
 
 
 @dataclass
 class Capacity:
     """State of one class (same collective, dtype and size on one group). All ranks feed it the same needs in the same
-    order."""
-    escapes_per_block: int = DEFAULT_ESCAPES_PER_BLOCK
+    order. Bytes are per tile."""
+    give_up_bytes: int
+    spill_per_tile: int = DEFAULT_SPILL_PER_TILE
     calls_left_out: int = 0
     _recent: deque = field(default_factory=lambda: deque(maxlen=SHRINK_AFTER))
 
+    @classmethod
+    def of(cls, row_numel: int, itemsize: int, first_spill: int) -> "Capacity":
+        """For rows of ``row_numel`` elements; ``first_spill`` is the room before anything is known of the data."""
+        tile_elems = min(TILE_ELEMS, row_numel)
+        return cls(int(GIVE_UP_SHARE * tile_elems * itemsize), first_spill)
+
     def next_call(self) -> int | None:
-        """Capacity for the next call in bytes per block, or None: send this one uncompressed, the data does not
-        compress."""
+        """Sub-pool bytes per tile for the next call, or None: send it uncompressed, the data does not compress."""
         if self.calls_left_out:
             self.calls_left_out -= 1
             return None
-        return self.escapes_per_block
+        return self.spill_per_tile
 
     def observe(self, need: int, overflow: bool) -> None:
-        """Takes the largest need over all ranks of a finished call."""
+        """Takes the largest spill need over all ranks of a finished call, in bytes per tile."""
         self._recent.append(need)
         if overflow:
-            if need > GIVE_UP_NEED:
+            if need > self.give_up_bytes:
                 self.calls_left_out = RETRY_AFTER
             else:
-                self.escapes_per_block = _capacity_for(need)
+                self.spill_per_tile = _room_for(need)
             self._recent.clear()
         elif len(self._recent) == SHRINK_AFTER:
-            self.escapes_per_block = min(self.escapes_per_block, _capacity_for(max(self._recent)))
+            self.spill_per_tile = min(self.spill_per_tile, _room_for(max(self._recent)))

@@ -23,10 +23,12 @@ class GroupState:
         self._in_flight: list[Pending] = []        # in launch order
         self._lock = threading.RLock()
 
-    def capacity(self, *key) -> Capacity:
-        """The capacity class of calls with this (op, dtype, row size). The least recently used class is forgotten when
-        there are too many, the same one on every rank."""
-        capacity = self.capacities[key] = self.capacities.pop(key, None) or Capacity()
+    def capacity(self, op: str, dtype: torch.dtype, row_numel: int, first_spill: int) -> Capacity:
+        """The capacity class of such calls; a new one starts with ``first_spill`` bytes per tile.
+        The least recently used class is forgotten when there are too many, the same one on every rank."""
+        key = op, dtype, row_numel
+        capacity = self.capacities.pop(key, None) or Capacity.of(row_numel, dtype.itemsize, first_spill)
+        self.capacities[key] = capacity
         if len(self.capacities) > MAX_CLASSES:
             del self.capacities[next(iter(self.capacities))]
         return capacity

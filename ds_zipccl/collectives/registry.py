@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ds_zipccl.codec.format import DEFAULT_SPILL_PER_TILE
+
 
 @dataclass(frozen=True)
 class Call:
@@ -37,7 +39,7 @@ class CollectiveSpec:
     result over the side channel without frames. ``uncompressed(call)``: the same result on the call's own group without
     frames, where that differs from native. ``bus_factor(world)``: busbw = algbw x factor, as in nccl-tests.
     ``make_tensors(rank, world, row_numel, dtype, device)``: (output, input) whose result is exact in any order of
-    summation.
+    summation. ``first_spill_per_tile``: sub-pool bytes per tile before anything is known of the data.
     """
     name: str
     family: str
@@ -51,6 +53,7 @@ class CollectiveSpec:
     bus_factor: Callable[[int], float]
     make_tensors: Callable
     uncompressed: Callable[[Call], None] | None = None
+    first_spill_per_tile: int = DEFAULT_SPILL_PER_TILE
 
 
 _SPECS: dict[str, CollectiveSpec] = {}

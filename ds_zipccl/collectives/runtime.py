@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from ds_zipccl.codec.codec import Codec
 from ds_zipccl.collectives import all_gather, reduce_scatter, switch  # noqa: F401  importing a collective registers it
+from ds_zipccl.collectives.capacity import Capacity
 from ds_zipccl.collectives.group_state import GroupState
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, specs
 from ds_zipccl.collectives.work import DoneWork, Pending, ZipWork
@@ -65,9 +66,9 @@ class Runtime:
             state = self._state(call)
             reason = self._choose(spec, call, state)
         if reason is None:
-            capacity = state.capacity(call.op, call.input.dtype, spec.row_numel(call)).next_call()
-            if capacity is not None:
-                return self._launch(spec, call, state, capacity, raw_bytes)
+            spill = self._capacity(spec, call, state).next_call()
+            if spill is not None:
+                return self._launch(spec, call, state, spill, raw_bytes)
             reason = "incompressible"
         self.native(call.op, reason, raw_bytes)
         if reason == "incompressible" and spec.reduces and call.world_size > 2:
@@ -127,13 +128,17 @@ class Runtime:
                      "zipped" if state.decisions[key] else "native")
         return None if state.decisions[key] else "native_is_faster"
 
-    def _codec(self, spec: CollectiveSpec, call: Call, escapes_per_block: int) -> Codec:
+    @staticmethod
+    def _capacity(spec: CollectiveSpec, call: Call, state: GroupState) -> Capacity:
+        return state.capacity(call.op, call.input.dtype, spec.row_numel(call), spec.first_spill_per_tile)
+
+    def _codec(self, spec: CollectiveSpec, call: Call, spill_per_tile: int) -> Codec:
         device_type = call.input.device.type
-        return Codec.of(call.input.dtype, spec.row_numel(call), device_type, escapes_per_block=escapes_per_block,
+        return Codec.of(call.input.dtype, spec.row_numel(call), device_type, spill_per_tile=spill_per_tile,
                         kernels=self.kernels[device_type])
 
-    def _launch(self, spec: CollectiveSpec, call: Call, state: GroupState, capacity: int, raw_bytes: int) -> ZipWork:
-        codec = self._codec(spec, call, capacity)
+    def _launch(self, spec: CollectiveSpec, call: Call, state: GroupState, spill_per_tile: int, raw_bytes: int) -> ZipWork:
+        codec = self._codec(spec, call, spill_per_tile)
         pending = self._pending(spec, call, state, codec, raw_bytes)
         state.add(pending)
         self.stats.zipped(call.op, raw_bytes, (codec.frame_bytes + STATUS_BYTES) * (call.world_size - 1))
@@ -147,7 +152,7 @@ class Runtime:
         status_work = state.side.all_gather(words, launch.status)
 
         def settled(need: int, overflow: bool) -> None:
-            state.capacity(call.op, call.input.dtype, spec.row_numel(call)).observe(need, overflow)
+            self._capacity(spec, call, state).observe(need, overflow)
             if overflow:
                 self.stats.overflow(call.op, raw_bytes)
 
@@ -168,7 +173,7 @@ class Runtime:
 
     def _run_to_end(self, spec: CollectiveSpec, call: Call, state: GroupState) -> None:
         """A zipped call that is not counted and leaves no trace in the capacities: for probes."""
-        codec = self._codec(spec, call, escapes_per_block=48)
+        codec = self._codec(spec, call, spec.first_spill_per_tile)
         launch = _Launch(self, state, call.input.device)
         payload_work, finish = spec.zipped(call, launch, codec)
         words = torch.empty(call.world_size, dtype=torch.int32, device=call.input.device)

@@ -5,7 +5,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.codec.codec import split_status
+from ds_zipccl.codec.format import OVERFLOW_BIT, spill_need_bytes
 
 
 class Pending:
@@ -30,9 +30,9 @@ class Pending:
         if self.settled:
             return
         self._status_work.wait()
-        words = [split_status(word) for word in self._words.tolist()]
-        self._overflow = any(overflow for overflow, _ in words)
-        self._on_settled(max(need for _, need in words), self._overflow)
+        words = self._words.tolist()
+        self._overflow = any(word & OVERFLOW_BIT for word in words)
+        self._on_settled(max(map(spill_need_bytes, words)), self._overflow)
         self.settled = True
         if self._overflow:
             try:

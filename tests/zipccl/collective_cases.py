@@ -18,6 +18,7 @@ from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits, specials
 
 AG, RS = "all_gather_into_tensor", "reduce_scatter_tensor"
+SIGNS_OF_4096 = 128 + 256 + 4 * 384       # in a frame of 4 blocks: sign and mantissa of element 0
 SIZES = (1, 3, 257, 1024, 1025, 33000)
 
 
@@ -346,7 +347,7 @@ def case_flipped_bit_in_the_transport_is_seen(rank, world):
         work = original(out, rows, group)
         work.wait()
         peer = (rank + 1) % world
-        out.view(world, -1)[peer, -1000] ^= 0x80        # a sign bit of the peer's frame
+        out.view(world, -1)[peer, SIGNS_OF_4096 + 50] ^= 0x80        # a sign bit of the peer's frame
         return work
 
     from ds_zipccl.collectives import reduce_scatter

@@ -89,10 +89,13 @@ def test_close_completes_the_others_when_one_fails(state, monkeypatch):
 
 
 def test_capacity_classes_are_bounded_and_the_recent_ones_stay(state):
-    kept = state.capacity("op", "kept")
+    def capacity(row_numel):
+        return state.capacity("all_gather_into_tensor", torch.bfloat16, row_numel, 64)
+
+    kept = capacity(-1)
     for size in range(3 * group_state.MAX_CLASSES):
-        state.capacity("op", size)
-        assert state.capacity("op", "kept") is kept
+        capacity(size)
+        assert capacity(-1) is kept
     assert len(state.capacities) == group_state.MAX_CLASSES
 
 

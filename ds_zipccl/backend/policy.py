@@ -3,6 +3,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.codec.dtypes import BY_TORCH
+from ds_zipccl.codec.format import layout
 from ds_zipccl.config import ZipcclConfig
 
 WORTHWHILE = frozenset({torch.bfloat16})        # FP16 and FP32 would gain 14-18 % at best: raw
@@ -16,6 +17,7 @@ REASONS = {
     "layout": "input or output is not contiguous",
     "shape": "sizes do not fit together: the native call reports it",
     "min_bytes": "smaller than min_bytes",
+    "no_gain": "what goes to one peer is so small that its frame would be larger",
     "max_workspace_bytes": "the frames would be larger than max_workspace_bytes",
     "graph_capture": "captured in a CUDA graph",
     "native_is_faster": "a probe found native faster",
@@ -48,6 +50,9 @@ def reason_for_native(config: ZipcclConfig, choice: str, *, world_size: int, out
     whole_bytes = whole_numel * data.element_size()
     if whole_bytes < max(config.min_bytes, 1):
         return "min_bytes"
+    row_numel = whole_numel // world_size
+    if layout(BY_TORCH[data.dtype], row_numel).frame_bytes >= row_numel * data.element_size():
+        return "no_gain"
     if 2 * whole_bytes > config.max_workspace_bytes:        # two sets of frames, each no larger than the tensor
         return "max_workspace_bytes"
     if data.is_cuda and torch.cuda.is_current_stream_capturing():

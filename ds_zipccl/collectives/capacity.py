@@ -29,10 +29,11 @@ class Capacity:
     _recent: deque = field(default_factory=lambda: deque(maxlen=SHRINK_AFTER))
 
     @classmethod
-    def of(cls, row_numel: int, itemsize: int, first_spill: int) -> "Capacity":
-        """For rows of ``row_numel`` elements; ``first_spill`` is the room before anything is known of the data."""
-        tile_elems = min(TILE_ELEMS, row_numel)
-        return cls(int(GIVE_UP_SHARE * tile_elems * itemsize), first_spill)
+    def of(cls, row_numel: int, itemsize: int, first_spill: float) -> "Capacity":
+        """For rows of ``row_numel`` elements; ``first_spill``: the room before anything is known of the data, as a share of the
+        raw bytes."""
+        tile_bytes = min(TILE_ELEMS, row_numel) * itemsize
+        return cls(int(GIVE_UP_SHARE * tile_bytes), max(DEFAULT_SPILL_PER_TILE, int(first_spill * tile_bytes)))
 
     def next_call(self) -> int | None:
         """Sub-pool bytes per tile for the next call, or None: send it uncompressed, the data does not compress."""

@@ -1,4 +1,5 @@
 """What is remembered per process group: calls in flight, capacities, the switch's decisions, the side channel."""
+import functools
 import threading
 
 import torch
@@ -18,14 +19,20 @@ class GroupState:
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group = group
         self.side = SideChannel(group, device)
+        self._device = device
         self.capacities: dict[tuple, Capacity] = {}
         self.decisions: dict[tuple, bool] = {}
         self._in_flight: list[Pending] = []        # in launch order
         self._lock = threading.RLock()
 
-    def capacity(self, op: str, dtype: torch.dtype, row_numel: int, first_spill: int) -> Capacity:
-        """The capacity class of such calls; a new one starts with ``first_spill`` bytes per tile.
-        The least recently used class is forgotten when there are too many, the same one on every rank."""
+    @functools.cached_property
+    def status_stream(self) -> torch.cuda.Stream | None:
+        """On which the host waits for status words; None on a CPU."""
+        return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+    def capacity(self, op: str, dtype: torch.dtype, row_numel: int, first_spill: float) -> Capacity:
+        """The capacity class of such calls; a new one starts with the share ``first_spill`` of a tile's raw bytes. The least
+        recently used class is forgotten when there are too many, the same one on every rank."""
         key = op, dtype, row_numel
         capacity = self.capacities.pop(key, None) or Capacity.of(row_numel, dtype.itemsize, first_spill)
         self.capacities[key] = capacity

@@ -69,4 +69,4 @@ SPEC = register(CollectiveSpec(
     shapes_match=lambda call: call.input.numel() == call.output.numel() * call.world_size and call.output.dtype == call.input.dtype,
     native=_native, zipped=_zipped, resend=_resend,
     bus_factor=lambda world: (world - 1) / world, make_tensors=_make_tensors, uncompressed=_uncompressed,
-    first_spill_per_tile=2048))                # gradients are mixtures of scales: 3 % more room spares the first call a resend
+    first_spill=1 / 32))                       # gradients are mixtures of scales: this much room spares most first calls a resend

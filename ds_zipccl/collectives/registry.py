@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.codec.format import DEFAULT_SPILL_PER_TILE
-
 
 @dataclass(frozen=True)
 class Call:
@@ -39,7 +37,7 @@ class CollectiveSpec:
     result over the side channel without frames. ``uncompressed(call)``: the same result on the call's own group without
     frames, where that differs from native. ``bus_factor(world)``: busbw = algbw x factor, as in nccl-tests.
     ``make_tensors(rank, world, row_numel, dtype, device)``: (output, input) whose result is exact in any order of
-    summation. ``first_spill_per_tile``: sub-pool bytes per tile before anything is known of the data.
+    summation. ``first_spill``: room in the sub-pools before anything is known of the data, as a share of the raw bytes.
     """
     name: str
     family: str
@@ -53,7 +51,7 @@ class CollectiveSpec:
     bus_factor: Callable[[int], float]
     make_tensors: Callable
     uncompressed: Callable[[Call], None] | None = None
-    first_spill_per_tile: int = DEFAULT_SPILL_PER_TILE
+    first_spill: float = 0.0
 
 
 _SPECS: dict[str, CollectiveSpec] = {}

@@ -130,7 +130,7 @@ class Runtime:
 
     @staticmethod
     def _capacity(spec: CollectiveSpec, call: Call, state: GroupState) -> Capacity:
-        return state.capacity(call.op, call.input.dtype, spec.row_numel(call), spec.first_spill_per_tile)
+        return state.capacity(call.op, call.input.dtype, spec.row_numel(call), spec.first_spill)
 
     def _codec(self, spec: CollectiveSpec, call: Call, spill_per_tile: int) -> Codec:
         device_type = call.input.device.type
@@ -169,11 +169,12 @@ class Runtime:
             keep_input()
 
         return Pending(words=words, status_work=status_work, payload_work=payload_work, finish=finish_on_this_stream,
-                       resend=resend_on_this_stream, on_settled=settled, release=launch.release)
+                       resend=resend_on_this_stream, on_settled=settled, release=launch.release,
+                       status_stream=state.status_stream)
 
     def _run_to_end(self, spec: CollectiveSpec, call: Call, state: GroupState) -> None:
         """A zipped call that is not counted and leaves no trace in the capacities: for probes."""
-        codec = self._codec(spec, call, spec.first_spill_per_tile)
+        codec = self._codec(spec, call, Capacity.of(spec.row_numel(call), call.input.element_size(), spec.first_spill).spill_per_tile)
         launch = _Launch(self, state, call.input.device)
         payload_work, finish = spec.zipped(call, launch, codec)
         words = torch.empty(call.world_size, dtype=torch.int32, device=call.input.device)

@@ -15,8 +15,11 @@ class Pending:
     finished (output filled, or failed for good: ``failure`` is then what every wait raises).
     """
 
-    def __init__(self, *, words: torch.Tensor, status_work: dist.Work, payload_work: dist.Work, finish, resend, on_settled, release):
+    def __init__(self, *, words: torch.Tensor, status_work: dist.Work, payload_work: dist.Work, finish, resend, on_settled, release,
+                 status_stream: "torch.cuda.Stream | None" = None):
+        """``status_stream``: a GPU stream of the group's own, on which the status words are waited for."""
         self._words, self._status_work, self._payload_work = words, status_work, payload_work
+        self._status_stream = status_stream
         self._finish, self._resend, self._on_settled, self._release = finish, resend, on_settled, release
         self.settled = self.finished = False
         self.failure: BaseException | None = None
@@ -29,8 +32,10 @@ class Pending:
         overflow."""
         if self.settled:
             return
-        self._status_work.wait()
-        words = self._words.tolist()
+        # On a stream of its own, so that the host waits for the words alone and not for payloads queued before them.
+        with torch.cuda.stream(self._status_stream):
+            self._status_work.wait()
+            words = self._words.tolist()
         self._overflow = any(word & OVERFLOW_BIT for word in words)
         self._on_settled(max(map(spill_need_bytes, words)), self._overflow)
         self.settled = True

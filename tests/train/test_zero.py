@@ -11,7 +11,7 @@ CASES = ("case_stage_1_fp32", "case_stage_1_bf16", "case_stage_2_fp32", "case_st
          "case_destroy_of_a_group_of_others",
          "case_stage_3_fp32", "case_stage_3_bf16", "case_stage_3_uses_the_rank_order_sum", "case_flipped_bit_changes_training",
          "case_shipped_configs_train", "case_new_process_group_starts_afresh")
-BEYOND_TWO = ("case_stage_2_bf16", "case_stage_3_bf16", "case_stage_3_uses_the_rank_order_sum")
+BEYOND_TWO = ("case_stage_1_bf16", "case_stage_2_bf16", "case_stage_3_fp32", "case_stage_3_bf16", "case_stage_3_uses_the_rank_order_sum")
 
 
 @pytest.mark.parametrize("case", CASES)

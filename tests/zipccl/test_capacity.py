@@ -5,7 +5,7 @@ from ds_zipccl.collectives.capacity import RETRY_AFTER, SHRINK_AFTER, Capacity
 GIVE_UP_BYTES = 12288        # 3/16 of a full BF16 tile
 
 
-def full_tiles(first_spill: int = DEFAULT_SPILL_PER_TILE) -> Capacity:
+def full_tiles(first_spill: float = 0.0) -> Capacity:
     return Capacity.of(10 * 32768, 2, first_spill)
 
 
@@ -23,7 +23,7 @@ def test_overflow_raises_the_room_above_the_need():
 
 
 def test_shrinks_only_after_a_run_of_low_needs():
-    capacity = full_tiles(2048)
+    capacity = full_tiles(1 / 32)
     for _ in range(SHRINK_AFTER - 1):
         capacity.observe(need=500, overflow=False)
         assert capacity.next_call() == 2048
@@ -33,7 +33,7 @@ def test_shrinks_only_after_a_run_of_low_needs():
 
 def test_never_grows_without_an_overflow():
     """The room was enough, so a need near it is no reason to send more."""
-    capacity = full_tiles(2048)
+    capacity = full_tiles(1 / 32)
     for _ in range(2 * SHRINK_AFTER):
         capacity.observe(need=2040, overflow=False)
         assert capacity.next_call() == 2048
@@ -58,10 +58,10 @@ def test_incompressible_data_is_left_alone_and_tried_again():
 
 
 def test_rows_shorter_than_a_tile_give_up_earlier():
-    small = Capacity.of(3000, 2, 64)
+    small = Capacity.of(3000, 2, 0.0)
     small.observe(need=1126, overflow=True)
     assert small.next_call() is None
-    small = Capacity.of(3000, 2, 64)
+    small = Capacity.of(3000, 2, 0.0)
     small.observe(need=1125, overflow=True)
     assert small.next_call() >= 1125
 

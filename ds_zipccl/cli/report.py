@@ -86,7 +86,7 @@ def run(args) -> int:
     for name, kernels in data["kernels"].items():
         best = " (best here)" if name in data["best_kernels"].values() else ""
         table.add_row(f"kernels: {name}{best}", "/".join(kernels["devices"]), "yes" if kernels["available"] else "NO",
-                      kernels["reason"] or "")
+                      kernels["reason"] or kernels["built"] or "")
     reason = data["activation"]["reason"]
     table.add_row("activation from ds_config.json", "-", "NO" if reason else "yes", reason or "")
     console.print(table)

@@ -64,10 +64,13 @@ def _best(device_type: str) -> str:
 
 
 def report() -> dict[str, dict]:
-    """What is available: {name: {"available": bool, "devices": [...], "reason": str or None}}. Builds what is not built
-    yet."""
+    """What is available: {name: {"available": bool, "devices": [...], "built": str or None, "reason": str or None}}.
+
+    Builds what is not built yet; "built" says which instruction set or compiler is in use.
+    """
     rows = {}
     for name, device_types, _ in PREFERENCE:
         reason = load(name)
-        rows[name] = {"available": reason is None, "devices": list(device_types), "reason": reason}
+        built = ops.kernel_set(name).built if reason is None else None
+        rows[name] = {"available": reason is None, "devices": list(device_types), "built": built, "reason": reason}
     return rows

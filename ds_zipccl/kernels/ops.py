@@ -36,9 +36,11 @@ def register(name: str, functions, device_types: tuple[str, ...]) -> None:
     """Makes a kernel set available under ``name`` for tensors on the given device types.
 
     A set whose decode cannot raise without waiting for its device also has ``raise_on_error(device)``, which waits and raises
-    FrameError for what was decoded since the last call; ``None`` where decode raises by itself.
+    FrameError for what was decoded since the last call; ``None`` where decode raises by itself. ``isa`` (CPU) or ``built_by`` (GPU), where
+    a set has it, says which of its builds is in use.
     """
     _SETS[name] = SimpleNamespace(name=name, device_types=device_types, raise_on_error=getattr(functions, "raise_on_error", None),
+                                  built=getattr(functions, "isa", None) or getattr(functions, "built_by", None),
                                   **{f: getattr(functions, f) for f in FUNCTIONS})
 
 

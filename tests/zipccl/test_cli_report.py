@@ -21,7 +21,7 @@ def test_content(tmp_path, capsys):
     versions = {row["name"]: row for row in data["rows"]}
     assert versions["torch"]["version"] == torch.__version__ and versions["zipscape"]["compatible"] is True
     assert set(data["kernels"]) == set(loader.NAMES)
-    assert data["kernels"]["reference"] == {"available": True, "devices": ["cpu", "cuda"], "reason": None}
+    assert data["kernels"]["reference"] == {"available": True, "devices": ["cpu", "cuda"], "built": None, "reason": None}
     for kernels in data["kernels"].values():
         assert kernels["available"] == (kernels["reason"] is None)       # whatever is not there has its reason
     assert data["best_kernels"]["cuda" if torch.cuda.is_available() else "cpu"] in loader.NAMES

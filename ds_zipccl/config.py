@@ -48,6 +48,10 @@ class ZipcclConfig(BaseModel):
     """Timing never chooses a reduction's arithmetic: beyond 2 ranks an adaptive reduce-scatter stays native. ("always"
     and "never" fix the arithmetic anyway; at 2 ranks both give the same bits.)"""
 
+    integrity: Literal["off", "checksum", "roundtrip"] = "off"
+    """"checksum": every frame carries a CRC-32 that the receiver verifies; "roundtrip": every frame is decoded again and compared before it
+    is sent. Both read on the host and cost time: to find faults."""
+
     log: str | None = None
     """File that rank 0 appends one JSON line of statistics to per optimizer step. null: none."""
 

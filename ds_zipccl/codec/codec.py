@@ -95,7 +95,7 @@ def compress(x: torch.Tensor, *, kernels: str = "best", escapes_per_block: int =
     if frame is None:
         frame = _plain_frame(flat, *options)
     if integrity == "checksum":
-        _seal(frame)
+        seal(frame)
     elif integrity == "roundtrip":
         _prove(frame, flat, kernels)
     return frame
@@ -169,8 +169,24 @@ def _checksum(frame: torch.Tensor, kind: int) -> int:
     return crc32(frame[fmt.HEADER_BYTES:], zlib.crc32(header))
 
 
-def _seal(frame: torch.Tensor) -> None:
+def seal(frame: torch.Tensor) -> None:
+    """Writes a CRC-32 of the whole frame into its header."""
     _put(frame, fmt.CHECKSUM_OFFSET, fmt.pack_checksum(CRC32, _checksum(frame, CRC32)))
+
+
+def unseal(frame: torch.Tensor) -> None:
+    """Verifies the checksum and takes it out of the header again. Raises FrameError if it is wrong or there is none."""
+    header = fmt.parse_header(bytes(frame[:fmt.HEADER_BYTES].tolist()))
+    if not header.checksum_kind:
+        raise FrameError(describe("a frame carries no checksum", expected="one: integrity is \"checksum\" on every rank"))
+    _verify(frame, header)
+    _put(frame, fmt.CHECKSUM_OFFSET, bytes(8))
+
+
+def _verify(frame: torch.Tensor, header: fmt.Header) -> None:
+    found = _checksum(frame, header.checksum_kind)
+    if found != header.checksum:
+        raise FrameError(describe("the checksum of a frame is wrong", got=f"{found:#010x}", expected=f"{header.checksum:#010x}"))
 
 
 def _prove(frame: torch.Tensor, flat: torch.Tensor, kernels: str) -> None:
@@ -218,9 +234,7 @@ def _whole(frame: torch.Tensor, size: int, header: fmt.Header) -> torch.Tensor:
     if frame.numel() < size:
         raise FrameError(describe("frame is truncated", got=f"{frame.numel()} bytes", expected=f">= {size}"))
     if header.checksum_kind:
-        found = _checksum(frame[:size], header.checksum_kind)
-        if found != header.checksum:
-            raise FrameError(describe("the checksum of a frame is wrong", got=f"{found:#010x}", expected=f"{header.checksum:#010x}"))
+        _verify(frame[:size], header)
     return frame[:size]
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.codec.codec import Codec
+from ds_zipccl.codec.integrity import CODECS
 from ds_zipccl.collectives import all_gather, reduce_scatter, switch  # noqa: F401  importing a collective registers it
 from ds_zipccl.collectives.capacity import Capacity
 from ds_zipccl.collectives.group_state import GroupState
@@ -134,7 +135,7 @@ class Runtime:
 
     def _codec(self, spec: CollectiveSpec, call: Call, spill_per_tile: int) -> Codec:
         device_type = call.input.device.type
-        return Codec.of(call.input.dtype, spec.row_numel(call), device_type, spill_per_tile=spill_per_tile,
+        return CODECS[self.config.integrity].of(call.input.dtype, spec.row_numel(call), device_type, spill_per_tile=spill_per_tile,
                         kernels=self.kernels[device_type])
 
     def _launch(self, spec: CollectiveSpec, call: Call, state: GroupState, spill_per_tile: int, raw_bytes: int) -> ZipWork:

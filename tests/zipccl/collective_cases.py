@@ -13,7 +13,7 @@ from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.errors import FrameError
-from ds_zipccl.kernels import loader
+from ds_zipccl.kernels import loader, ops
 from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits, specials
 
@@ -381,6 +381,67 @@ def case_flipped_bit_in_the_transport_is_seen(rank, world):
             assert "1 of 4096 elements differ" in str(error)
         else:
             raise AssertionError("a flipped bit went unseen")
+
+
+def case_integrity_checksum_names_the_rank(rank, world):
+    """C11: any flipped bit of a payload is found, also in a remainder, where nothing but a checksum can see it."""
+    from ds_zipccl.collectives import all_gather
+    original = all_gather.all_gather_bytes
+    flip = []
+
+    def flipping(out, own, group):
+        work = original(out, own, group)
+        if flip:
+            work.wait()
+            out.view(world, -1)[(rank + 1) % world, SIGNS_OF_4096 + 77] ^= 1
+        return work
+
+    with runtime(integrity="checksum") as live:
+        all_gather.all_gather_bytes = flipping
+        try:
+            data, out = gaussian(4096, seed=rank + 50), torch.empty(world * 4096, dtype=torch.bfloat16)
+            assert carry_out(live, AG, out, data)
+            assert_same_bits(out, gathered(data, world), "clean")
+            flip.append(1)
+            work = launch(live, AG, out, data)
+            try:
+                work.wait()
+            except FrameError as error:
+                assert "checksum" in str(error) and f"from rank {(rank + 1) % world} " in str(error), error
+            else:
+                raise AssertionError("a flipped bit went unseen")
+        finally:
+            all_gather.all_gather_bytes = original
+        rows = gaussian(world * 4096, seed=rank)
+        out = torch.empty(4096, dtype=torch.bfloat16)
+        assert carry_out(live, RS, out, rows)                # the group goes on, and sums are sealed too
+        assert_same_bits(out, rank_order_sum(rows, rank, world), "sum")
+
+
+def case_integrity_roundtrip_finds_wrong_kernels(rank, world):
+    kernels = ops.kernel_set("reference")
+    right = kernels.encode
+
+    def wrong_encode(x, frames, status, g, skip=-1):
+        right(x, frames, status, g, skip)
+        for row in range(x.shape[0]):
+            if row != skip:
+                frames[row, SIGNS_OF_4096 + 9] ^= 4
+
+    data, out = gaussian(4096, seed=rank), torch.empty(world * 4096, dtype=torch.bfloat16)
+    with runtime(integrity="roundtrip") as live:
+        live.kernels = {"cpu": "reference"}
+        assert carry_out(live, AG, out, data)
+        assert_same_bits(out, gathered(data, world), "right kernels")
+        kernels.encode = wrong_encode
+        try:
+            launch(live, AG, out, data)
+        except FrameError as error:
+            assert "got: element 9 differs" in str(error).lower() and "'reference'" in str(error), error
+        else:
+            raise AssertionError("a wrong kernel went unseen")
+        finally:
+            kernels.encode = right
 
 
 def case_wire_bytes_are_what_is_sent(rank, world):

@@ -55,7 +55,8 @@ def test_config_is_frozen():
 def test_fingerprint_covers_everything_but_the_log():
     base = ZipcclConfig()
     assert base.fingerprint() == ZipcclConfig(log="x.jsonl").fingerprint()
-    changed = [ZipcclConfig(enabled=True), ZipcclConfig(min_bytes=5), ZipcclConfig(kernels="cpu"), ZipcclConfig(deterministic_reduce=False),
+    changed = [ZipcclConfig(enabled=True), ZipcclConfig(min_bytes=5), ZipcclConfig(kernels="cpu"), ZipcclConfig(integrity="checksum"),
+               ZipcclConfig(deterministic_reduce=False),
                ZipcclConfig(collectives="never"), ZipcclConfig(max_workspace_bytes=1 << 21)]
     assert len({base.fingerprint(), *(c.fingerprint() for c in changed)}) == 1 + len(changed)
 

@@ -89,10 +89,11 @@ def _install(venv: Path) -> None:
             _stop(_torch_advice(torch))
     torch = _torch_version(python)
     _say("installing the other requirements")
+    extra = ["-r", folder / "cpu.txt"] if torch.endswith("+cpu") else []
     # setuptools first: DeepSpeed is built from source, in this environment, where it can see torch.
     steps = (
         ["setuptools", "wheel", "-c", folder / "constraints.txt"],
-        ["--no-build-isolation", "-r", folder / "runtime.txt", "-r", folder / "dev.txt", f"torch=={torch}"],
+        ["--no-build-isolation", "-r", folder / "runtime.txt", "-r", folder / "dev.txt", *extra, f"torch=={torch}"],
         ["--no-build-isolation", "--no-deps", "-e", ROOT],
     )
     for step in steps:

@@ -10,15 +10,12 @@ from ds_zipccl.codec.dtypes import BY_TORCH
 
 class Subject:
     """One implementation and one tensor ``x`` [n]. ``compress`` and ``decompress`` are what is timed; ``prepare_compress`` is not.
+    ``decoded()``: what the last ``decompress`` gave, bytes.
     ``facts``: what is known without a clock, as row fields."""
     facts: dict
 
     def prepare_compress(self) -> None:
         pass
-
-    def decoded(self) -> torch.Tensor:
-        """What the last ``decompress`` gave, bytes."""
-        raise NotImplementedError
 
 
 class Zipped(Subject):

@@ -1,0 +1,246 @@
+"""Cases run on every rank by test_collectives.py: calls in flight, overflows, dropped handles, damage, integrity."""
+import contextlib
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_zipccl.collectives import all_gather, transport
+from ds_zipccl.errors import FrameError
+from ds_zipccl.kernels import ops
+from tests.helpers.bits import assert_same_bits, gaussian, random_bits
+from tests.zipccl.collective_helpers import (
+    AG,
+    RS,
+    SIGNS_OF_4096,
+    carry_out,
+    gathered,
+    launch,
+    native_reduce_scatter,
+    rank_order_sum,
+    runtime,
+)
+
+
+def case_many_in_flight_waited_in_reverse(rank, world):
+    """Out-of-order waits, different on each rank, with an overflow on one rank in the middle."""
+    with runtime() as live:
+        outs, works, datas = [], [], []
+        for i in range(6):
+            size = 2000 + 500 * i
+            data = random_bits(size, seed=i) if i == 2 and rank == world - 1 else gaussian(size, seed=10 * i + rank)
+            outs.append(torch.empty(world * size, dtype=data.dtype))
+            datas.append(data)
+            works.append(launch(live, AG, outs[-1], data))
+        order = range(6) if rank % 2 else reversed(range(6))
+        for i in order:
+            works[i].wait()
+        for i in range(6):
+            assert_same_bits(outs[i], gathered(datas[i], world), f"call {i}")
+        assert live.stats.snapshot()[AG]["overflows"] == 1
+
+
+def case_native_call_between_launch_and_wait(rank, world):
+    """One rank waits before a native call of the group, the others after it: a resend needs them all, so nobody may sit
+    in the native call."""
+    with runtime(min_bytes=1024) as live:
+        data, out = random_bits(4000, seed=rank), torch.empty(world * 4000, dtype=torch.bfloat16)
+        small, small_out = gaussian(4, seed=rank), torch.empty(world * 4, dtype=torch.bfloat16)
+        work = launch(live, AG, out, data)
+        if rank == 0:
+            work.wait()
+        assert not carry_out(live, AG, small_out, small)
+        work.wait()
+        assert_same_bits(out, gathered(data, world), "sent again")
+        assert live.stats.snapshot()[AG]["overflows"] == 1
+
+
+def case_corrupt_frame_fails_its_own_call_only(rank, world):
+    """FrameError at every wait of that call; neither the next call nor close() stumbles over it. (Kernels on a GPU note
+    corrupt frames and do not raise.)"""
+    if torch.get_default_device().type == "cuda":
+        return
+    original = transport.all_gather_bytes
+
+    def corrupting(out, own, group):
+        work = original(out, own, group)
+        work.wait()
+        if rank == 0:
+            out.fill_(7)
+        return work
+
+    with runtime() as live:
+        data = gaussian(4000, seed=rank)
+        out = torch.empty(world * 4000, dtype=data.dtype)
+        all_gather.all_gather_bytes = corrupting
+        try:
+            work = launch(live, AG, out, data)
+        finally:
+            all_gather.all_gather_bytes = original
+        for _ in range(2):
+            with pytest.raises(FrameError) if rank == 0 else contextlib.nullcontext():
+                work.wait()
+        assert work.is_success() == (rank != 0)
+        del work
+        carry_out(live, AG, out, data)
+        assert_same_bits(out, gathered(data, world), "the call after")
+
+
+def case_side_channel_has_the_groups_timeout(rank, world):
+    """A rank that does not come is noticed when the group would notice it, not after torch's default of half an hour."""
+    group = dist.new_group(list(range(world)), timeout=timedelta(seconds=2))
+    side = transport.SideChannel(group, torch.get_default_device())
+    words, word = torch.empty(world, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    if rank == 0 and word.device.type == "cpu":        # NCCL would end the process
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="[Tt]imed out"):
+            side.all_gather(words, word).wait()
+        assert time.monotonic() - start < 30
+    dist.barrier()
+
+
+def case_overflows_on_all_and_alternating(rank, world):
+    with runtime() as live:
+        for i in range(8):
+            for op in (AG, RS):
+                bad = i % 2 == 0 or (i == 5 and rank == 0)
+                numel = 40000 if op == AG else 40000 * world
+                data = random_bits(numel, seed=i + rank) if bad else gaussian(numel, seed=i + rank)
+                out = torch.empty(40000 * world if op == AG else 40000, dtype=data.dtype)
+                work = launch(live, op, out, data)
+                if work is None:        # the class gave up on compressing this: native, counted
+                    continue
+                work.wait()
+                assert_same_bits(out, gathered(data, world) if op == AG else rank_order_sum(data, rank, world), f"{op} {i}")
+        snapshot = live.stats.snapshot()
+        assert snapshot[AG]["overflows"] >= 1 and snapshot[RS]["overflows"] >= 1
+        assert snapshot[AG]["native_reasons"].get("incompressible", 0) >= 1
+
+
+def case_incompressible_reduction_keeps_its_arithmetic(rank, world):
+    """Beyond 2 ranks "always" means the rank-order sum even where the data does not compress."""
+    with runtime() as live:
+        for i in range(3):
+            data = random_bits(world * 3000, seed=50 + i + rank)
+            data = torch.where(data.isnan(), torch.ones_like(data), data)
+            expected, out = rank_order_sum(data, rank, world), torch.empty(3000, dtype=data.dtype)
+            work = launch(live, RS, out, data)
+            if work is None:
+                assert world == 2
+                out = native_reduce_scatter(data, world)
+            else:
+                work.wait()
+            assert_same_bits(out, expected, f"call {i}")
+        assert live.stats.snapshot()[RS]["native_reasons"]["incompressible"] == 2
+
+
+def case_dropped_handle_is_completed(rank, world):
+    with runtime() as live:
+        data = gaussian(4000, seed=rank)
+        out = torch.zeros(world * 4000, dtype=data.dtype)
+        launch(live, AG, out, data)                      # handle dropped at once
+        other = torch.empty(world * 4000, dtype=data.dtype)
+        launch(live, AG, other, data).wait()             # the next call completes it
+        assert_same_bits(out, gathered(data, world), "dropped handle")
+
+
+def case_polling_completes(rank, world):
+    """is_completed() becomes true without wait()."""
+    with runtime() as live:
+        data = gaussian(4000, seed=rank)
+        out = torch.zeros(world * 4000, dtype=data.dtype)
+        work = launch(live, AG, out, data)
+        while not work.is_completed():
+            pass
+        assert_same_bits(out, gathered(data, world), "polled")
+
+
+def case_flipped_bit_in_the_transport_is_seen(rank, world):
+    """The equality checks above can fail: one bit flipped on the way changes the result or is found corrupt."""
+    original = transport.all_to_all_bytes
+
+    def flipping(out, rows, group):
+        work = original(out, rows, group)
+        work.wait()
+        peer = (rank + 1) % world
+        out.view(world, -1)[peer, SIGNS_OF_4096 + 50] ^= 0x80        # a sign bit of the peer's frame
+        return work
+
+    from ds_zipccl.collectives import reduce_scatter
+    with runtime() as live:
+        data = gaussian(world * 4096, seed=rank, sigma=0.5)
+        out = torch.empty(4096, dtype=data.dtype)
+        reduce_scatter.all_to_all_bytes = flipping
+        try:
+            carry_out(live, RS, out, data)
+        finally:
+            reduce_scatter.all_to_all_bytes = original
+        try:
+            assert_same_bits(out, rank_order_sum(data, rank, world))
+        except AssertionError as error:
+            assert "1 of 4096 elements differ" in str(error)
+        else:
+            raise AssertionError("a flipped bit went unseen")
+
+
+def case_integrity_checksum_names_the_rank(rank, world):
+    """C11: any flipped bit of a payload is found, also in a remainder, where nothing but a checksum can see it."""
+    from ds_zipccl.collectives import all_gather
+    original = all_gather.all_gather_bytes
+    flip = []
+
+    def flipping(out, own, group):
+        work = original(out, own, group)
+        if flip:
+            work.wait()
+            out.view(world, -1)[(rank + 1) % world, SIGNS_OF_4096 + 77] ^= 1
+        return work
+
+    with runtime(integrity="checksum") as live:
+        all_gather.all_gather_bytes = flipping
+        try:
+            data, out = gaussian(4096, seed=rank + 50), torch.empty(world * 4096, dtype=torch.bfloat16)
+            assert carry_out(live, AG, out, data)
+            assert_same_bits(out, gathered(data, world), "clean")
+            flip.append(1)
+            work = launch(live, AG, out, data)
+            try:
+                work.wait()
+            except FrameError as error:
+                assert "checksum" in str(error) and f"from rank {(rank + 1) % world} " in str(error), error
+            else:
+                raise AssertionError("a flipped bit went unseen")
+        finally:
+            all_gather.all_gather_bytes = original
+        rows = gaussian(world * 4096, seed=rank)
+        out = torch.empty(4096, dtype=torch.bfloat16)
+        assert carry_out(live, RS, out, rows)                # the group goes on, and sums are sealed too
+        assert_same_bits(out, rank_order_sum(rows, rank, world), "sum")
+
+
+def case_integrity_roundtrip_finds_wrong_kernels(rank, world):
+    kernels = ops.kernel_set("reference")
+    right = kernels.encode
+
+    def wrong_encode(x, frames, status, g, skip=-1):
+        right(x, frames, status, g, skip)
+        for row in range(x.shape[0]):
+            if row != skip:
+                frames[row, SIGNS_OF_4096 + 9] ^= 4
+
+    data, out = gaussian(4096, seed=rank), torch.empty(world * 4096, dtype=torch.bfloat16)
+    with runtime(integrity="roundtrip") as live:
+        live.kernels = {"cpu": "reference"}
+        assert carry_out(live, AG, out, data)
+        assert_same_bits(out, gathered(data, world), "right kernels")
+        kernels.encode = wrong_encode
+        try:
+            launch(live, AG, out, data)
+        except FrameError as error:
+            assert "got: element 9 differs" in str(error).lower() and "'reference'" in str(error), error
+        else:
+            raise AssertionError("a wrong kernel went unseen")
+        finally:
+            kernels.encode = right

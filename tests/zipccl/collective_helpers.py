@@ -1,0 +1,88 @@
+"""What the cases on plain torch groups share: a runtime, calls as a front makes them, expected results."""
+import contextlib
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl.backend.policy import reason_for_native
+from ds_zipccl.collectives import transport
+from ds_zipccl.collectives.registry import Call, specs
+from ds_zipccl.collectives.runtime import Runtime
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.kernels import loader
+from ds_zipccl.kernels.rank_order import sum_in_order
+from tests.helpers.bits import assert_same_bits
+
+AG, RS = "all_gather_into_tensor", "reduce_scatter_tensor"
+SIGNS_OF_4096 = 128 + 256 + 4 * 384       # in a frame of 4 blocks: sign and mantissa of element 0
+SIZES = (1, 257, 1024, 1025, 2047, 33000)           # the first two are native: their frames would be larger
+
+
+@contextlib.contextmanager
+def runtime(**settings):
+    config = ZipcclConfig(enabled=True, **{"collectives": "always", "min_bytes": 0, **settings})
+    live = Runtime(config, {device: loader.resolve("best", device) for device in {"cpu", torch.get_default_device().type}})
+    try:
+        yield live
+    finally:
+        live.close()
+
+
+def launch(live, op, output, data, group=None, reduce_op=None):
+    """Launches as a front does; returns the Work, or None where the call must go native."""
+    call = Call(op, output, data, group or dist.group.WORLD, reduce_op)
+    spec = specs()[op]
+    choice = getattr(live.config.collectives, spec.family)
+    reason = reason_for_native(live.config, choice, world_size=call.world_size, output=output, data=data,
+                               whole_numel=spec.whole_numel(call), shapes_match=spec.shapes_match(call), reduce_op=reduce_op)
+    return live.run(call, reason)
+
+
+def carry_out(live, op, output, data):
+    """A call as a front carries it out: zipped, or native where the runtime says so. Returns whether it was ours."""
+    work = launch(live, op, output, data)
+    ours = work is not None
+    if not ours:
+        work = specs()[op].native(Call(op, output, data, dist.group.WORLD))
+    work.wait()
+    return ours
+
+
+def assert_same_sum(got, expected, ours, where):
+    """Equal bits; where the sum was native, NaN payloads aside."""
+    if not ours:
+        assert torch.equal(got.isnan(), expected.isnan()), where
+        got, expected = got[~got.isnan()], expected[~expected.isnan()]
+    assert_same_bits(got, expected, where)
+
+
+class Guarded:
+    """An output between canaries."""
+
+    def __init__(self, numel):
+        self._whole = torch.full((numel + 512,), 3.0, dtype=torch.bfloat16)
+        self.tensor = self._whole[256:256 + numel]
+
+    def check(self):
+        outside = torch.cat([self._whole[:256], self._whole[256 + self.tensor.numel():]])
+        assert bool((outside == 3.0).all()), "written beside the output"
+
+
+def gathered(data, world):
+    out = torch.empty(world * data.numel(), dtype=data.dtype)
+    transport.all_gather_bytes(out.view(torch.uint8), data.view(torch.uint8), dist.group.WORLD).wait()
+    return out
+
+
+def rank_order_sum(data, rank, world):
+    """The documented result, from every rank's whole input."""
+    rows = gathered(data, world).view(world, world, -1)[:, rank]
+    out = torch.empty_like(rows[0])
+    sum_in_order(rows, out)
+    return out
+
+
+def native_reduce_scatter(data, world):
+    out = torch.empty(data.numel() // world, dtype=data.dtype)
+    transport.native_reduce_scatter(out, data.clone(), dist.ReduceOp.SUM, dist.group.WORLD).wait()
+    return out

@@ -17,14 +17,12 @@ import time
 from pathlib import Path
 
 from zipscape.errors import BuildError, describe
-from zipscape.op_builder import lock, toolchain
+from zipscape.op_builder import cuda_arch, lock, toolchain
 
 #: Bit-exactness forbids reassociation and contraction; the machine that built may not be the one that runs, so the
 #: choice between SIMD paths is made at run time, inside the sources.
 CXX_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fno-fast-math", "-pthread")
-NVCC_FLAGS = (
-    "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC,-ffp-contract=off", "-fmad=false",
-    "-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_90,code=[sm_90,compute_90]")
+NVCC_FLAGS = ("-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC,-ffp-contract=off", "-fmad=false")
 _FORBIDDEN_FLAGS = ("-ffast-math", "-Ofast", "-march=native", "-use_fast_math", "--use_fast_math", "-mtune=native")
 _LOCK_WAIT_S = 120.0
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
@@ -64,6 +62,10 @@ class NativeLibrary:
         self._loading = threading.Lock()
         self._handle = None
         self._error = None
+
+    def arches(self) -> tuple:
+        """GPU architectures that a build for this process has code for (none for a C++ library). Raises BuildError."""
+        return cuda_arch.for_this_machine() if self.compiler == "nvcc" else ()
 
     @property
     def csrc(self) -> Path:
@@ -139,6 +141,8 @@ class NativeLibrary:
                 raise self._error
             self.source_key()
             if not self._prebuilt():
+                if self.compiler == "nvcc":
+                    cuda_arch.for_everybody()       # a wrong list is an error before any build
                 toolchain.version(tuple(toolchain.find(self.compiler)))
         except BuildError as error:
             return False, str(error)
@@ -159,14 +163,15 @@ class NativeLibrary:
         """
         folder = Path(folder) if folder is not None else _prebuilt_dir()
         folder.mkdir(parents=True, exist_ok=True)
-        return self.compile(folder / f"{self.name}-{self.source_key()}.so")
+        return self.compile(folder / f"{self.name}-{self.source_key()}.so",
+                            cuda_arch.for_everybody() if self.compiler == "nvcc" else ())
 
-    def compile(self, target) -> Path:
-        """Compile to the path `target`, atomically: nobody ever sees half a file. Raises BuildError."""
-        target = Path(target)
+    def compile(self, target, arches=None) -> Path:
+        """Compile to the path `target`, atomically: nobody ever sees half a file. arches: see arches(). Raises BuildError."""
+        target, arches = Path(target), self.arches() if arches is None else arches
         with tempfile.TemporaryDirectory(prefix=f".{self.name}-", dir=target.parent) as folder:
             output = Path(folder) / target.name
-            command = [*toolchain.find(self.compiler), *self.flags, f"-I{self.csrc}",
+            command = [*toolchain.find(self.compiler), *self.flags, *cuda_arch.flags(arches), f"-I{self.csrc}",
                        *map(str, self.source_paths()), "-o", str(output)]
             toolchain.run(command, what=f"Building the native library {self.name!r}")
             os.replace(output, target)
@@ -183,10 +188,10 @@ class NativeLibrary:
         return digest.hexdigest()[:24]
 
     def key(self) -> str:
-        """source_key() together with the compiler's own version. Raises BuildError if there is no compiler."""
+        """source_key() together with the GPU architectures and the compiler's own version. Raises BuildError if there is no compiler."""
         command = toolchain.find(self.compiler)
-        return hashlib.sha256("\0".join([self.source_key(), *command, toolchain.version(tuple(command))]).encode()
-                              ).hexdigest()[:24]
+        parts = [self.source_key(), *cuda_arch.flags(self.arches()), *command, toolchain.version(tuple(command))]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
     def _all_files(self) -> list:
         csrc, found = self.csrc, {}

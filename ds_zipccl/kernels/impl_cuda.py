@@ -18,7 +18,7 @@ from ds_zipccl.errors import FrameError
 from ds_zipccl.kernels.cuda_calls import CudaCalls, workspace_words
 from ds_zipccl.kernels.geometry import Geometry
 from zipscape.errors import BuildError, describe
-from zipscape.op_builder import toolchain
+from zipscape.op_builder import cuda_arch, toolchain
 from zipscape.op_builder.zipccl import ZIPCCL_CUDA
 
 log = logging.getLogger("ds_zipccl")
@@ -40,6 +40,7 @@ def load() -> "CudaKernels":
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
         raise BuildError(describe("the CUDA kernels need compute capability 8.0 or newer", got=".".join(map(str, capability))))
+    arches = ZIPCCL_CUDA.arches()
     if ZIPCCL_CUDA.built() is None:
         try:
             toolchain.find("nvcc")
@@ -48,7 +49,12 @@ def load() -> "CudaKernels":
             kernels = CudaKernels(NvrtcCalls(ZIPCCL_CUDA.source_paths()[0]), "NVRTC")
             log.warning("the CUDA kernels were compiled by NVRTC: %s", error)
             return kernels
-    return CudaKernels(CudaCalls(ZIPCCL_CUDA.load()), "nvcc")
+    cuda_arch.check(arches, capability, _name_of(torch.cuda.current_device()))
+    return CudaKernels(CudaCalls(ZIPCCL_CUDA.load()), f"nvcc, code for {cuda_arch.text(arches)}", arches)
+
+
+def _name_of(index: int) -> str:
+    return f"cuda:{index} ({torch.cuda.get_device_name(index)})"
 
 
 class _Device:
@@ -85,16 +91,19 @@ class _Device:
 
 
 class CudaKernels:
-    """A kernel set (ops.py has the contract) over ``calls``, an object like CudaCalls."""
+    """A kernel set (ops.py has the contract) over ``calls``, an object like CudaCalls. ``arches``: what they were compiled for; none
+    where they are compiled for each device when it is first used."""
 
-    def __init__(self, calls, built_by: str):
-        self._calls = calls
+    def __init__(self, calls, built_by: str, arches: tuple = ()):
+        self._calls, self._arches = calls, arches
         self.built_by = built_by
         self._devices: dict[int, _Device] = {}
 
     def _device(self, index: int) -> _Device:
         device = self._devices.get(index)
         if device is None:
+            if self._arches:
+                cuda_arch.check(self._arches, torch.cuda.get_device_capability(index), _name_of(index))
             device = self._devices.setdefault(index, _Device(self._calls))
         return device
 

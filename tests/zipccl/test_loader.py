@@ -4,6 +4,14 @@ import os
 import subprocess
 import sys
 
+import pytest
+import torch
+
+from ds_zipccl.kernels import impl_cuda
+from zipscape.errors import BuildError
+from zipscape.op_builder import cuda_arch
+from zipscape.op_builder.zipccl import ZIPCCL_CUDA
+
 SCRIPT = """
 import json, logging, sys
 logging.basicConfig(stream=sys.stderr, format="LOG %(message)s")
@@ -36,3 +44,39 @@ def test_without_a_compiler(tmp_path):
     assert log.count("'cpu' are not available") == 1, log
     assert not result["report"]["available"] and "compiler" in result["report"]["reason"]
     assert "were asked for" in result["explicit"] and "compiler" in result["explicit"]
+
+
+@pytest.fixture
+def two_gpus(monkeypatch, tmp_path):
+    """cuda:0 of capability 9.0 and cuda:1 of 8.0, as far as torch's questions go, and an nvcc that would only be asked its version."""
+    for name, answer in {"is_available": True, "current_device": 0, "device_count": 2}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: [(9, 0), (8, 0)][index])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: ["GPU X", "GPU Y"][index])
+    monkeypatch.setattr(cuda_arch, "visible", lambda: [(8, 0), (9, 0)])
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'release 13.0, V13.0.88'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("ZIPSCAPE_NVCC", str(nvcc))
+
+
+def test_a_gpu_that_the_list_leaves_out_is_a_clear_error(two_gpus, monkeypatch):
+    """C126: at load, or at the device's first use, never "no kernel image" at a launch."""
+    monkeypatch.setenv(cuda_arch.VARIABLE, "8.0")
+    with pytest.raises(BuildError, match=r"not built for cuda:0 \(GPU X\).*code for 8\.0.*add 9\.0 to TORCH_CUDA_ARCH_LIST"):
+        impl_cuda.load.__wrapped__()
+    kernels = impl_cuda.CudaKernels(object(), "nvcc", cuda_arch.parse("9.0"))
+    with pytest.raises(BuildError, match=r"not built for cuda:1 \(GPU Y\)"):
+        kernels._device(1)
+    monkeypatch.setenv(cuda_arch.VARIABLE, "9.0;nonsense")
+    with pytest.raises(BuildError, match="'9.0;nonsense'"):
+        impl_cuda.load.__wrapped__()
+
+
+def test_without_a_list_every_visible_gpu_is_built_for(two_gpus, monkeypatch):
+    """C126"""
+    monkeypatch.delenv(cuda_arch.VARIABLE, raising=False)
+    monkeypatch.setattr(ZIPCCL_CUDA, "load", lambda: None)
+    monkeypatch.setattr(impl_cuda, "CudaCalls", lambda library: "calls")
+    kernels = impl_cuda.load.__wrapped__()
+    assert kernels.built_by == "nvcc, code for 8.0, 9.0"

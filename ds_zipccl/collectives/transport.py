@@ -54,7 +54,7 @@ class SideChannel:
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         generation = SideChannel._generations[group.group_name]
         SideChannel._generations[group.group_name] += 1
-        store = dist.PrefixStore(f"zipccl/side/{group.group_name}/{generation}", c10d._get_process_group_store(group))
+        store = dist.PrefixStore(f"zipccl/side/{group.group_name}/{generation}", group.get_group_store())
         rank, size = group.rank(), group.size()
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()

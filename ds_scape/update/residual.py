@@ -1,0 +1,32 @@
+"""A worker's residual: the gradient that it has not sent yet. What is sent and what is kept add up to what came in, bit for bit."""
+import torch
+
+WIRE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@torch.no_grad()
+def accumulate(residual: torch.Tensor, gradient: torch.Tensor, factor: float) -> None:
+    """``residual += factor * gradient`` in the residual's precision, two roundings. ``gradient`` is overwritten with the scaled one where
+    it has the residual's dtype. factor: clipping and loss scale in one number, never applied to what is in the residual already.
+    """
+    if factor != 1.0:
+        gradient = gradient.mul_(factor) if gradient.dtype == residual.dtype else gradient.to(residual.dtype).mul_(factor)
+    residual.add_(gradient)
+
+
+@torch.no_grad()
+def take(residual: torch.Tensor, index: torch.Tensor | None, wire: torch.dtype) -> torch.Tensor:
+    """Takes what is sent out of the residual: returns [k] in the wire dtype, in the order of ``index`` (int64 [k]; None: everything).
+
+    The wire's rounding error stays: for every coordinate sent, value + residual after == residual before exactly, because the difference of
+    a number and its rounding to fewer bits is representable. (A residual beyond the largest wire value would become infinite; it cannot
+    come from finite gradients of less than 3e38.)
+    """
+    before = residual if index is None else residual[index]
+    values = before.to(wire, copy=True)
+    after = before - values.to(residual.dtype)
+    if index is None:
+        residual.copy_(after)
+    else:
+        residual[index] = after
+    return values

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from deepspeed.comm import comm as deepspeed_comm
 from deepspeed.comm.torch import disable_compiler_collective
 
+from ds_zipccl.backend import front
 from ds_zipccl.backend.deepspeed_native import NativeCollectives, resolve
-from ds_zipccl.backend.policy import reason_for_native
-from ds_zipccl.collectives.registry import Call, specs
+from ds_zipccl.collectives.registry import Call
 from ds_zipccl.collectives.runtime import Runtime
 
 
@@ -31,11 +31,7 @@ class ZippedCollectives(NativeCollectives):
         if pg is None:
             self.zipccl.native(op, "not_in_group", 0)
             return native()
-        call, spec = Call(op, output.detach(), data.detach(), pg, reduce_op), self._zipccl_specs[op]
-        choice = getattr(self.zipccl.config.collectives, spec.family)
-        reason = reason_for_native(self.zipccl.config, choice, world_size=pg.size(), output=call.output, data=call.input,
-                                   whole_numel=spec.whole_numel(call), shapes_match=spec.shapes_match(call), reduce_op=reduce_op)
-        work = self.zipccl.run(call, reason)
+        work = front.run(self.zipccl, Call(op, output.detach(), data.detach(), pg, reduce_op))
         if work is None:
             return native()
         if async_op:
@@ -83,7 +79,7 @@ def install(runtime: Runtime) -> None:
     cdb = deepspeed_comm.cdb
     if not isinstance(cdb, ZippedCollectives):
         cdb.__class__ = _zipped_class(type(cdb))
-    cdb.zipccl, cdb._zipccl_specs = runtime, specs()
+    cdb.zipccl = runtime
 
 
 def uninstall() -> None:
@@ -96,4 +92,4 @@ def uninstall() -> None:
 
 def _restore(cdb) -> None:
     cdb.__class__ = type(cdb).__bases__[-1]
-    del cdb.zipccl, cdb._zipccl_specs
+    del cdb.zipccl

@@ -6,6 +6,8 @@ Source of the seam: deepspeed/comm/torch.py (TorchBackend), 0.19.8.
 import torch.distributed as dist
 from deepspeed.comm.torch import disable_compiler_collective
 
+from ds_zipccl.backend import front
+
 
 def _nbytes(tensors) -> int:
     return sum(t.nbytes for t in tensors)
@@ -25,21 +27,7 @@ class NativeCollectives:
     """Counts the bytes this rank sends, as a ring (gathers, reductions) or directly (the others) does."""
 
     def _zipccl_count(self, op: str, group, num_bytes=None) -> None:
-        """Settles the group, so that no rank waits in this call for one that waits for a resend, and counts the call.
-
-        ``num_bytes(world_size)``: what this rank sends; None: not counted (no tensors of the user's).
-        """
-        pg = resolve(group)
-        reason, sent = "not_zipped", 0
-        if pg is None:
-            reason = "not_in_group"
-        elif pg.size() == 1:
-            reason = "world_size_1"
-        else:
-            self.zipccl.settle(pg)
-            sent = num_bytes(pg.size()) if num_bytes else 0
-        if num_bytes:
-            self.zipccl.native(op, reason, sent)
+        front.count_native(self.zipccl, op, resolve(group), num_bytes)
 
     @disable_compiler_collective
     def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):

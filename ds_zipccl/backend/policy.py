@@ -4,6 +4,7 @@ import torch.distributed as dist
 
 from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.codec.format import layout
+from ds_zipccl.collectives.registry import Call, CollectiveSpec
 from ds_zipccl.config import ZipcclConfig
 
 WORTHWHILE = frozenset({torch.bfloat16})        # FP16 and FP32 would gain 14-18 % at best: raw
@@ -27,26 +28,28 @@ REASONS = {
 }
 
 
-def reason_for_native(config: ZipcclConfig, choice: str, *, world_size: int, output: torch.Tensor, data: torch.Tensor, whole_numel: int,
-                      shapes_match: bool, reduce_op=None) -> str | None:
-    """None if the call may be zipped, else a key of REASONS. ``choice``: what the configuration says for this collective.
+def reason_for_native(config: ZipcclConfig, spec: CollectiveSpec, call: Call) -> str | None:
+    """None if the call may be zipped, else a key of REASONS.
 
     Only shapes, dtypes and settings decide: all ranks of a group come to the same answer, without talking.
     """
+    world_size = call.world_size
     if world_size == 1:
         return "world_size_1"
-    if choice == "never":
+    if getattr(config.collectives, spec.family) == "never":
         return "never"
+    data, output = call.input, call.output
     if data.dtype not in WORTHWHILE or data.dtype not in BY_TORCH:
         return "dtype"
     if data.device.type not in ("cpu", "cuda") or output.device != data.device:
         return "device"
-    if not shapes_match:
+    if not spec.shapes_match(call):
         return "shape"
-    if reduce_op is not None and reduce_op != dist.ReduceOp.SUM:
+    if call.reduce_op is not None and call.reduce_op != dist.ReduceOp.SUM:
         return "reduce_op"
     if not (data.is_contiguous() and output.is_contiguous()) or data.layout != torch.strided:
         return "layout"
+    whole_numel = spec.whole_numel(call)
     whole_bytes = whole_numel * data.element_size()
     if whole_bytes < max(config.min_bytes, 1):
         return "min_bytes"

@@ -4,7 +4,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.backend.policy import reason_for_native
+from ds_zipccl.backend import front
 from ds_zipccl.collectives import transport
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.runtime import Runtime
@@ -30,12 +30,7 @@ def runtime(**settings):
 
 def launch(live, op, output, data, group=None, reduce_op=None):
     """Launches as a front does; returns the Work, or None where the call must go native."""
-    call = Call(op, output, data, group or dist.group.WORLD, reduce_op)
-    spec = specs()[op]
-    choice = getattr(live.config.collectives, spec.family)
-    reason = reason_for_native(live.config, choice, world_size=call.world_size, output=output, data=data,
-                               whole_numel=spec.whole_numel(call), shapes_match=spec.shapes_match(call), reduce_op=reduce_op)
-    return live.run(call, reason)
+    return front.run(live, Call(op, output, data, group or dist.group.WORLD, reduce_op))
 
 
 def carry_out(live, op, output, data):

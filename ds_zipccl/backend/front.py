@@ -1,0 +1,37 @@
+"""What all fronts share: from a user's call to a zipped launch, or to the native collective with its reason counted.
+
+A front makes a ``Call`` of what its host framework was asked for and hands it to ``run``. Everything else it counts with
+``count_native``.
+"""
+import torch.distributed as dist
+
+from ds_zipccl.backend.policy import reason_for_native
+from ds_zipccl.collectives.registry import Call, specs
+from ds_zipccl.collectives.runtime import Runtime
+
+
+def run(runtime: Runtime, call: Call) -> dist.Work | None:
+    """Launches ``call`` zipped and returns its Work (contract: collectives/work.py), or counts it with the reason and returns None:
+    the front then calls its native collective.
+
+    ``call.op`` is a registered collective. All ranks of the group must call this in the same order, also for calls that go native.
+    """
+    return runtime.run(call, reason_for_native(runtime.config, specs()[call.op], call))
+
+
+def count_native(runtime: Runtime, op: str, group: dist.ProcessGroup | None, num_bytes=None, reason: str = "not_zipped") -> None:
+    """For calls that have no zipped form: settles the group, so that no rank waits in such a call for one that waits for a resend, and
+    counts the call.
+
+    ``num_bytes(world_size)``: what this rank sends; None: not counted (no tensors of the user's). ``group`` None: this rank is not in it.
+    """
+    sent = 0
+    if group is None:
+        reason = "not_in_group"
+    elif group.size() == 1:
+        reason = "world_size_1"
+    else:
+        runtime.settle(group)
+        sent = num_bytes(group.size()) if num_bytes else 0
+    if num_bytes:
+        runtime.native(op, reason, sent)

@@ -7,6 +7,7 @@ holds a hash of everything that goes into it: a changed source, flag or compiler
 import contextlib
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import re
@@ -17,7 +18,9 @@ import time
 from pathlib import Path
 
 from zipscape.errors import BuildError, describe
-from zipscape.op_builder import cuda_arch, lock, toolchain
+from zipscape.op_builder import cuda_arch, cuda_toolkit, lock, prebuilt, toolchain
+
+log = logging.getLogger("zipscape")
 
 #: Bit-exactness forbids reassociation and contraction; the machine that built may not be the one that runs, so the
 #: choice between SIMD paths is made at run time, inside the sources.
@@ -62,10 +65,19 @@ class NativeLibrary:
         self._loading = threading.Lock()
         self._handle = None
         self._error = None
+        self._passed_over = ""          # why a prebuilt library that is there is not taken
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.compiler == "nvcc"
 
     def arches(self) -> tuple:
-        """GPU architectures that a build for this process has code for (none for a C++ library). Raises BuildError."""
-        return cuda_arch.for_this_machine() if self.compiler == "nvcc" else ()
+        """GPU architectures that the library which load() takes has code for (none for a C++ library). Raises BuildError."""
+        path = self._prebuilt()
+        return prebuilt.Record.of(path).code_for() if path else self._wanted_arches()
+
+    def _wanted_arches(self) -> tuple:
+        return cuda_arch.for_this_machine() if self.is_cuda else ()
 
     @property
     def csrc(self) -> Path:
@@ -85,10 +97,10 @@ class NativeLibrary:
                 raise self._error
             if self._handle is None:
                 try:
-                    self._handle = self._open(self.build())
+                    self._handle = self._open_prebuilt() or self._open(self.build())
                 except BuildError as error:
-                    self._error = error
-                    raise
+                    self._error = BuildError(f"{error} {self._passed_over}") if self._passed_over else error
+                    raise self._error from error.__cause__
                 except OSError as error:            # disk full, cache not writable: no reason to end a training either
                     self._error = BuildError(describe(
                         f"The native library {self.name!r} could not be built", got=str(error), where=str(cache_dir()),
@@ -101,9 +113,9 @@ class NativeLibrary:
 
         Any number of processes may call this at once: normally one compiles and the others take its file.
         """
-        prebuilt = self._prebuilt()
-        if prebuilt:
-            return prebuilt
+        path = self._prebuilt()
+        if path:
+            return path
         target = self._target()
         if target.exists():
             return target
@@ -139,11 +151,11 @@ class NativeLibrary:
         try:
             if self._error is not None:
                 raise self._error
-            self.source_key()
+            if self.is_cuda:
+                cuda_arch.for_everybody()       # a wrong list is an error before any build
             if not self._prebuilt():
-                if self.compiler == "nvcc":
-                    cuda_arch.for_everybody()       # a wrong list is an error before any build
-                toolchain.version(tuple(toolchain.find(self.compiler)))
+                self.source_key()
+                self._command()
         except BuildError as error:
             return False, str(error)
         return True, ""
@@ -161,17 +173,43 @@ class NativeLibrary:
 
         The file works on machines without a compiler as long as sources and flags are the same.
         """
-        folder = Path(folder) if folder is not None else _prebuilt_dir()
+        folder = Path(folder) if folder is not None else prebuilt.folder()
         folder.mkdir(parents=True, exist_ok=True)
-        return self.compile(folder / f"{self.name}-{self.source_key()}.so",
-                            cuda_arch.for_everybody() if self.compiler == "nvcc" else ())
+        arches = cuda_arch.for_everybody() if self.is_cuda else ()
+        path = self.compile(folder / f"{self.name}-{self.source_key()}.so", arches)
+        version = toolchain.version(tuple(self._command()))
+        toolkit = cuda_toolkit.release(version) if self.is_cuda else ""
+        prebuilt.Record(f"nvcc {toolkit}" if toolkit else version.splitlines()[0], toolkit, ";".join(map(str, arches))).write(path)
+        return path
+
+    def state(self) -> dict:
+        """What is there, for a report; compiles nothing.
+
+        Keys: installed ("prebuilt", "compiled" or None), path, compiler, arches (GPU architectures as text, or None), compatible (load()
+        can be expected to work), reason (why not, or why a prebuilt library is not taken).
+        """
+        compatible, reason = self.available()
+        row = {"installed": None, "path": None, "compiler": None, "arches": None, "compatible": compatible, "reason": reason or None}
+        if not compatible:
+            return row
+        path = self._prebuilt()
+        if path:
+            record = prebuilt.Record.of(path)
+            row.update(installed="prebuilt", path=str(path), compiler=record.compiler)
+        else:
+            path = self.built()
+            version = toolchain.version(tuple(self._command()))
+            row.update(installed="compiled" if path else None, path=str(path) if path else None,
+                       compiler=f"nvcc {cuda_toolkit.release(version)}" if self.is_cuda else version.splitlines()[0])
+        row.update(arches=cuda_arch.text(self.arches()) or None, reason=self._passed_over or None)
+        return row
 
     def compile(self, target, arches=None) -> Path:
         """Compile to the path `target`, atomically: nobody ever sees half a file. arches: see arches(). Raises BuildError."""
-        target, arches = Path(target), self.arches() if arches is None else arches
+        target, arches = Path(target), self._wanted_arches() if arches is None else arches
         with tempfile.TemporaryDirectory(prefix=f".{self.name}-", dir=target.parent) as folder:
             output = Path(folder) / target.name
-            command = [*toolchain.find(self.compiler), *self.flags, *cuda_arch.flags(arches), f"-I{self.csrc}",
+            command = [*self._command(), *self.flags, *cuda_arch.flags(arches), f"-I{self.csrc}",
                        *map(str, self.source_paths()), "-o", str(output)]
             toolchain.run(command, what=f"Building the native library {self.name!r}")
             os.replace(output, target)
@@ -180,7 +218,7 @@ class NativeLibrary:
     def source_key(self) -> str:
         """Hash of the sources, the headers they include, the flags and the machine type. Raises BuildError."""
         digest = hashlib.sha256()
-        for part in (self.name, self.compiler, *self.flags, platform.machine(), *platform.libc_ver()):
+        for part in (self.name, self.compiler, *self.flags, platform.machine()):
             digest.update(part.encode() + b"\0")
         for path in self._all_files():
             content = path.read_bytes()
@@ -188,9 +226,11 @@ class NativeLibrary:
         return digest.hexdigest()[:24]
 
     def key(self) -> str:
-        """source_key() together with the GPU architectures and the compiler's own version. Raises BuildError if there is no compiler."""
-        command = toolchain.find(self.compiler)
-        parts = [self.source_key(), *cuda_arch.flags(self.arches()), *command, toolchain.version(tuple(command))]
+        """source_key() together with the GPU architectures, the C library's and the compiler's version. Raises BuildError if there is
+        no compiler."""
+        command = self._command()
+        parts = [self.source_key(), *cuda_arch.flags(self._wanted_arches()), *platform.libc_ver(), *command,
+                 toolchain.version(tuple(command))]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
     def _all_files(self) -> list:
@@ -214,12 +254,45 @@ class NativeLibrary:
     def _target(self) -> Path:
         return cache_dir() / f"{self.name}-{self.key()}.so"
 
+    def _command(self) -> list:
+        """The compiler. Raises BuildError if there is none that goes with torch."""
+        command = toolchain.find(self.compiler)
+        version = toolchain.version(tuple(command))
+        if self.is_cuda:
+            cuda_toolkit.check(cuda_toolkit.release(version), f"{command[0]}'s")
+        return command
+
     def _prebuilt(self):
-        folder = _prebuilt_dir()
-        if not folder.is_dir():
-            return None
-        path = folder / f"{self.name}-{self.source_key()}.so"
-        return path if path.exists() else None
+        """The library beside the package, if it is of these sources and suits this machine."""
+        if self._handle is None and not self._passed_over:
+            self._passed_over = self._refusal()
+        path = self._prebuilt_path()
+        return path if path.exists() and not self._passed_over else None
+
+    def _prebuilt_path(self) -> Path:
+        return prebuilt.folder() / f"{self.name}-{self.source_key()}.so"
+
+    def _refusal(self) -> str:
+        """Why the prebuilt library is not taken; "" if it is, or if the package has none at all."""
+        path = self._prebuilt_path()
+        if not path.exists():
+            others = sorted(other.name for other in path.parent.glob(f"{self.name}-*.so"))
+            return describe("The prebuilt library is of other sources", got=", ".join(others), expected=path.name) if others else ""
+        try:
+            prebuilt.Record.of(path).check()
+        except BuildError as error:
+            return f"The prebuilt library was passed over: {error}"
+        return ""
+
+    def _open_prebuilt(self):
+        path = self._prebuilt()
+        if path:
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError as error:        # for instance an older C library than on the machine that built
+                self._passed_over = describe("The prebuilt library was passed over: it cannot be loaded", got=str(error))
+                log.warning("%s: %s", self.name, self._passed_over)
+        return None
 
     def _open(self, path) -> ctypes.CDLL:
         try:
@@ -228,10 +301,6 @@ class NativeLibrary:
             raise BuildError(describe(
                 f"The native library {self.name!r} was built but cannot be loaded", got=str(error), where=str(path),
                 todo="delete that file; if it comes back, report it with this message")) from error
-
-
-def _prebuilt_dir() -> Path:
-    return Path(__file__).resolve().parent / "prebuilt"
 
 
 def _writable(folder: Path) -> Path:

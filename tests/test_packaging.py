@@ -1,60 +1,26 @@
 """What users install: the wheel, made from the sdist, in a fresh environment and outside the checkout."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("setup.py", "pyproject.toml", "README.md", "MANIFEST.in", "zipscape", "ds_zipccl", "ds_scape", "op_builder",
-           "csrc")
-
-
-def run(*command, cwd, **environment):
-    inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run([*map(str, command)], cwd=cwd, env={**inherited, **environment}, capture_output=True,
-                          text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from tests.helpers.wheels import ROOT, build, copy_of_checkout, fresh_environment, run
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy: building in place would leave files that the next wheel picks up."""
-    folder = tmp_path_factory.mktemp("checkout")
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "prebuilt"))
-        elif (ROOT / name).exists():
-            shutil.copy(ROOT / name, folder)
-    return folder
+    return copy_of_checkout(tmp_path_factory.mktemp("checkout"))
 
 
 @pytest.fixture(scope="module")
 def wheel(checkout, tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
-    build = "import sys, setuptools.build_meta as backend; print(getattr(backend, sys.argv[1])(sys.argv[2]))"
-    sdist = run(sys.executable, "-c", build, "build_sdist", folder, cwd=checkout).splitlines()[-1]
-    shutil.unpack_archive(folder / sdist, folder)
-    name = run(sys.executable, "-c", build, "build_wheel", folder,
-               cwd=folder / sdist.removesuffix(".tar.gz")).splitlines()[-1]
-    return folder / name
-
-
-def fresh_environment(folder, *install):
-    """An environment that sees this one's packages but not its editable zipscape: .pth files do not nest."""
-    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
-    python = folder / "bin" / "python"
-    purelib = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
-    outer = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    (Path(purelib) / "outer.pth").write_text("\n".join(outer))
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", *install, cwd=folder)
-    return python
+    sdist = build("build_sdist", checkout, folder)
+    shutil.unpack_archive(sdist, folder)
+    return build("build_wheel", folder / sdist.name.removesuffix(".tar.gz"), folder)
 
 
 @pytest.fixture(scope="module")

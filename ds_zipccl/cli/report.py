@@ -15,6 +15,7 @@ from ds_zipccl.kernels import loader
 from zipscape import __version__, activate
 from zipscape.errors import ConfigError, describe
 from zipscape.machine import write_json
+from zipscape.op_builder import zipccl
 
 HELP = "versions, what is built, what is compatible and why not, the effective settings"
 TESTED = {"deepspeed": ("0.19.8",), "torch": ("2.11", "2.13")}
@@ -49,6 +50,11 @@ def _activation() -> dict:
     return {**row, "reason": reason}
 
 
+def _libraries() -> list[dict]:
+    """Rows of the native libraries: state() of each, after the kernels were loaded."""
+    return [{"name": library.name, **library.state()} for library in zipccl.LIBRARIES]
+
+
 def _settings(path: str | None) -> dict | None:
     if path is None:
         return None
@@ -68,6 +74,7 @@ def collect(config_path: str | None = None) -> dict:
     return {
         "rows": _versions(),
         "kernels": loader.report(),
+        "libraries": _libraries(),
         "best_kernels": {device_type: loader.resolve("best", device_type)},
         "dtypes": [row.name for row in dtypes.TABLE],
         "machine": {"python": platform.python_version(), "system": platform.platform(), "device": device_type,
@@ -87,6 +94,10 @@ def run(args) -> int:
         best = " (best here)" if name in data["best_kernels"].values() else ""
         table.add_row(f"kernels: {name}{best}", "/".join(kernels["devices"]), "yes" if kernels["available"] else "NO",
                       kernels["reason"] or kernels["built"] or "")
+    for row in data["libraries"]:
+        what = ", ".join(filter(None, (row["installed"] or "not built", row["compiler"], row["arches"] and f"code for {row['arches']}")))
+        table.add_row(f"library: {row['name']}", "-", "yes" if row["compatible"] else "NO",
+                      " ".join(filter(None, (what if row["compatible"] else "", row["reason"]))))
     reason = data["activation"]["reason"]
     table.add_row("activation from ds_config.json", "-", "NO" if reason else "yes", reason or "")
     console.print(table)

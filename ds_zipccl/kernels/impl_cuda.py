@@ -1,8 +1,8 @@
 """The CUDA kernels (csrc/zipccl/codec.cu) as a kernel set: queued on the current stream, nothing waits, capturable in
 CUDA graphs.
 
-Where no nvcc is installed the same source is compiled by NVRTC (nvrtc.py); which one is in use is logged once and is
-``load().built_by``.
+A library that was built ahead of time is taken where it suits the GPU and torch, else nvcc compiles one; where no nvcc that goes with torch
+is installed, NVRTC compiles the same source (nvrtc.py). Which one is in use is ``load().built_by``; NVRTC is logged.
 
 Corrupt frames cannot raise here without waiting for the device. The kernels note what they find in a word on the
 device; ``raise_on_error(device)`` waits, reads and clears that word, and raises FrameError. Whoever needs certainty
@@ -18,7 +18,7 @@ from ds_zipccl.errors import FrameError
 from ds_zipccl.kernels.cuda_calls import CudaCalls, workspace_words
 from ds_zipccl.kernels.geometry import Geometry
 from zipscape.errors import BuildError, describe
-from zipscape.op_builder import cuda_arch, toolchain
+from zipscape.op_builder import cuda_arch
 from zipscape.op_builder.zipccl import ZIPCCL_CUDA
 
 log = logging.getLogger("ds_zipccl")
@@ -34,23 +34,24 @@ _is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: Fals
 
 @functools.cache
 def load() -> "CudaKernels":
-    """Builds at first use. Raises BuildError when there is no usable GPU, or neither nvcc nor NVRTC can build."""
+    """Builds at first use. Raises BuildError when there is no usable GPU, when TORCH_CUDA_ARCH_LIST is malformed or leaves this GPU out, or
+    when neither nvcc nor NVRTC can build."""
     if not torch.cuda.is_available():
         raise BuildError(describe("there is no CUDA device", got=f"torch {torch.__version__} sees none"))
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
         raise BuildError(describe("the CUDA kernels need compute capability 8.0 or newer", got=".".join(map(str, capability))))
     arches = ZIPCCL_CUDA.arches()
-    if ZIPCCL_CUDA.built() is None:
-        try:
-            toolchain.find("nvcc")
-        except BuildError as error:
-            from ds_zipccl.kernels.nvrtc import NvrtcCalls
-            kernels = CudaKernels(NvrtcCalls(ZIPCCL_CUDA.source_paths()[0]), "NVRTC")
-            log.warning("the CUDA kernels were compiled by NVRTC: %s", error)
-            return kernels
-    cuda_arch.check(arches, capability, _name_of(torch.cuda.current_device()))
-    return CudaKernels(CudaCalls(ZIPCCL_CUDA.load()), f"nvcc, code for {cuda_arch.text(arches)}", arches)
+    available, reason = ZIPCCL_CUDA.available()
+    if not available:
+        from ds_zipccl.kernels.nvrtc import NvrtcCalls
+        kernels = CudaKernels(NvrtcCalls(ZIPCCL_CUDA.source_paths()[0]), "NVRTC")
+        log.warning("the CUDA kernels were compiled by NVRTC: %s", reason)
+        return kernels
+    cuda_arch.check(arches, capability, _name_of(torch.cuda.current_device()))           # before a build that would be in vain
+    calls, state = CudaCalls(ZIPCCL_CUDA.load()), ZIPCCL_CUDA.state()
+    how = "prebuilt by " if state["installed"] == "prebuilt" else ""
+    return CudaKernels(calls, f"{how}{state['compiler']}, code for {state['arches']}", ZIPCCL_CUDA.arches())
 
 
 def _name_of(index: int) -> str:

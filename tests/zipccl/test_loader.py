@@ -79,4 +79,4 @@ def test_without_a_list_every_visible_gpu_is_built_for(two_gpus, monkeypatch):
     monkeypatch.setattr(ZIPCCL_CUDA, "load", lambda: None)
     monkeypatch.setattr(impl_cuda, "CudaCalls", lambda library: "calls")
     kernels = impl_cuda.load.__wrapped__()
-    assert kernels.built_by == "nvcc, code for 8.0, 9.0"
+    assert kernels.built_by == "nvcc 13.0, code for 8.0, 9.0"

@@ -278,7 +278,7 @@ def test_unwritable_cache_is_replaced(library, monkeypatch, tmp_path):
 
 
 def test_prebuilt_library_wins_while_its_sources_are_the_same(library, csrc, tmp_path, monkeypatch):
-    monkeypatch.setattr(base, "_prebuilt_dir", lambda: tmp_path / "prebuilt")
+    monkeypatch.setattr(base.prebuilt, "folder", lambda: tmp_path / "prebuilt")
     path = library().prebuild()
     assert path.parent == tmp_path / "prebuilt"
     monkeypatch.setenv("PATH", str(tmp_path))  # no compiler any more

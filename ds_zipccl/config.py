@@ -61,16 +61,17 @@ class ZipcclConfig(BaseModel):
         return dict.fromkeys(FAMILIES, value) if isinstance(value, str) else value
 
     @classmethod
-    def from_section(cls, section) -> "ZipcclConfig":
-        """Parses the section. Raises ConfigError naming every wrong field with its value and what is allowed."""
+    def from_section(cls, section, where: str = "ds_config.json") -> "ZipcclConfig":
+        """Parses the section. Raises ConfigError naming every wrong field with its value and what is allowed. ``where`` it
+        was read, for the message."""
         if not isinstance(section, dict):
             raise ConfigError(describe('the "zipccl" section must be a JSON object', got=section,
-                                       expected='{"enabled": true, ...}', where="ds_config.json"))
+                                       expected='{"enabled": true, ...}', where=where))
         try:
             return cls(**section)
         except ValidationError as error:
             problems = "; ".join(_problem(e, cls) for e in error.errors())
-            raise ConfigError(describe('the "zipccl" section is wrong', got=problems, where="ds_config.json",
+            raise ConfigError(describe('the "zipccl" section is wrong', got=problems, where=where,
                                        todo="correct these fields; docs/config.md lists every field with its range")) from None
 
     def fingerprint(self) -> str:

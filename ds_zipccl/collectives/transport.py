@@ -1,6 +1,5 @@
 """Moves bytes: payloads over the caller's own group, small agreements and resends over a side channel of the same
 ranks."""
-from collections import Counter
 from datetime import timedelta
 
 import torch
@@ -49,13 +48,11 @@ class SideChannel:
     the group must construct it at the same point of its call sequence.
     """
 
-    _generations: Counter = Counter()        # side channels made so far per group name: no key of the store is used twice
-
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        generation = SideChannel._generations[group.group_name]
-        SideChannel._generations[group.group_name] += 1
-        store = dist.PrefixStore(f"zipccl/side/{group.group_name}/{generation}", group.get_group_store())
         rank, size = group.rank(), group.size()
+        # No key of the store is used twice. The store counts, not the process: a later group of the same name may have other ranks.
+        generation = (group.get_group_store().add(f"zipccl/side/{group.group_name}/arrivals", 1) - 1) // size
+        store = dist.PrefixStore(f"zipccl/side/{group.group_name}/{generation}", group.get_group_store())
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _timeout(group, device)

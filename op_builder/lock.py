@@ -1,6 +1,7 @@
 """A lock between processes that never makes anybody wait for ever."""
 
 import contextlib
+import logging
 import os
 import time
 
@@ -9,6 +10,7 @@ try:
 except ImportError:  # no POSIX locks on this system: everybody compiles for himself
     fcntl = None
 
+log = logging.getLogger("zipscape")
 _POLL_S = 0.05
 
 
@@ -29,19 +31,22 @@ def bounded(path, wait_s: float, is_done):
         yield False
         return
     try:
-        yield _acquire(handle, wait_s, is_done)
+        yield _acquire(handle, path, wait_s, is_done)
     finally:
         os.close(handle)
 
 
-def _acquire(handle, wait_s, is_done) -> bool:
+def _acquire(handle, path, wait_s, is_done) -> bool:
     deadline = time.monotonic() + wait_s
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if is_done() or time.monotonic() >= deadline:
+            if is_done():
+                return False
+            if time.monotonic() >= deadline:
+                log.warning("waited %g s in vain for the lock %s, which a living process holds: going on without it", wait_s, path)
                 return False
         except OSError:
             return False

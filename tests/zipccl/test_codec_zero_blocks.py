@@ -19,7 +19,7 @@ def with_zero_blocks(numel: int, dtype: torch.dtype, zero: set[int], seed: int =
 
 
 def test_expert_batch_with_60_percent_zero_rows(kernels):
-    """[experts, capacity, model]: the zero rows cost a bit each, so the frame is clearly smaller than 11 bits an element."""
+    """C23, [experts, capacity, model]: the zero rows cost a bit each, so the frame is clearly smaller than 11 bits an element."""
     experts, capacity, model = 4, 64, 1536
     x = data("gaussian", BF16, experts * capacity * model, 7).view(experts * capacity, model)
     x[torch.rand(experts * capacity, generator=torch.Generator().manual_seed(3)) < 0.6] = 0.0

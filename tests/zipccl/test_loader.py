@@ -1,4 +1,4 @@
-"""Choosing kernels on a machine without a compiler: reference kernels, said once and shown in the report; a named set is an error."""
+"""Choosing kernels where they cannot be built: slower ones, said once and shown in the report; a named set is an error."""
 import json
 import os
 import subprocess
@@ -27,11 +27,11 @@ print(json.dumps({"best": best, "explicit": explicit, "report": loader.report()[
 """
 
 
-def run_without_compiler(tmp_path):
+def run_without_compiler(tmp_path, **variables):
     empty = tmp_path / "bin"
     empty.mkdir()
     env = {key: value for key, value in os.environ.items() if key not in ("CXX", "CC", "CUDA_HOME")}
-    env.update(PATH=str(empty), ZIPSCAPE_CACHE=str(tmp_path / "cache"), HOME=str(tmp_path))
+    env.update(PATH=str(empty), ZIPSCAPE_CACHE=str(tmp_path / "cache"), HOME=str(tmp_path), **variables)
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
@@ -44,6 +44,17 @@ def test_without_a_compiler(tmp_path):
     assert log.count("'cpu' are not available") == 1, log
     assert not result["report"]["available"] and "compiler" in result["report"]["reason"]
     assert "were asked for" in result["explicit"] and "compiler" in result["explicit"]
+
+
+def test_with_a_compiler_that_fails(tmp_path):
+    """C124: the compiler's own words, once, then the kernels that need none."""
+    broken = tmp_path / "broken-c++"
+    broken.write_text("#!/bin/sh\ncase \"$*\" in *--version*) echo 1.0; exit;; esac\necho 'fatal error: cannot find <cstdint>'; exit 1\n")
+    broken.chmod(0o755)
+    result, log = run_without_compiler(tmp_path, ZIPSCAPE_CXX=str(broken))
+    assert result["best"] == ["reference"] * 3
+    assert log.count("cannot find <cstdint>") == 1, log
+    assert "cannot find <cstdint>" in result["report"]["reason"] and "cannot find <cstdint>" in result["explicit"]
 
 
 @pytest.fixture

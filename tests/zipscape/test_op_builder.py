@@ -1,7 +1,8 @@
-"""Building native libraries: what users and clusters do to a compile cache."""
+"""Building native libraries: what users and clusters do to a compile cache (C122 to C125)."""
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -80,6 +81,7 @@ def test_builds_once_and_answers(library):
 
 @pytest.mark.parametrize("file", ["answer.cpp", "sub/answer.h", "sub/value.h"])
 def test_changed_source_or_header_gives_another_file(library, csrc, file):
+    """C125: an upgrade never meets the old version's build."""
     first = library()
     assert first.load().answer() == 42
     before = first.built()
@@ -92,6 +94,7 @@ def test_changed_source_or_header_gives_another_file(library, csrc, file):
 
 
 def test_flags_and_compiler_version_are_part_of_the_key(library, monkeypatch):
+    """C125"""
     keys = {library().key(), library(flags=["-DX"]).key()}
     monkeypatch.setattr(toolchain, "version", lambda command: "another version")
     keys.add(library().key())
@@ -132,6 +135,23 @@ def test_wrongly_named_compiler_is_an_error_not_a_fallback(library, monkeypatch)
         library().load()
     monkeypatch.setenv("ZIPSCAPE_CXX", "c++ -DMORE=1")
     assert toolchain.find("c++") == ["c++", "-DMORE=1"], "our own variable goes before CXX"
+
+
+def test_neither_ninja_nor_the_environments_bin_folder_is_needed(csrc, tmp_path, monkeypatch):
+    """C122: a launcher starts Python by its full path, and PATH knows a compiler and nothing else."""
+    (tmp_path / "bin").mkdir()
+    for tool in ("c++", "as", "ld"):
+        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    out, err = child(csrc, "print(library.load().answer())").communicate(timeout=120)
+    assert out == "42\n", err
+
+
+def test_torch_and_its_extensions_folder_have_no_part_in_it(library, tmp_path, monkeypatch):
+    """C125: no torch headers, so another torch needs no other build, and what lies in its folder is not looked at."""
+    before = library().build()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    assert library().build() == before and tmp_path / "cache" in before.parents
 
 
 def test_compile_error_shows_the_compilers_words_every_time(library, csrc):
@@ -178,14 +198,15 @@ def test_file_that_cannot_be_loaded_is_an_error(library):
 
 
 def test_many_processes_build_once(csrc, slow_compiler):
-    children = [child(csrc, "print(library.load().answer())") for _ in range(6)]
+    """C123: the eight ranks of a host meet an empty cache."""
+    children = [child(csrc, "print(library.load().answer())") for _ in range(8)]
     outputs = [process.communicate(timeout=120) for process in children]
-    assert [out for out, _ in outputs] == ["42\n"] * 6, outputs
+    assert [out for out, _ in outputs] == ["42\n"] * 8, outputs
     assert slow_compiler() == 1
 
 
 def test_many_processes_share_one_failure(csrc, slow_compiler):
-    """While one compiles in vain the others wait; they raise its message instead of failing one after another."""
+    """C124: while one compiles in vain the others wait; they raise its message instead of failing one after another."""
     (csrc / "answer.cpp").write_text("int x = not_declared;\n")
     children = [child(csrc, "library.load()") for _ in range(4)]
     outputs = [process.communicate(timeout=120) for process in children]
@@ -194,6 +215,7 @@ def test_many_processes_share_one_failure(csrc, slow_compiler):
 
 
 def test_killed_builder_leaves_no_lock(csrc, library, slow_compiler, monkeypatch):
+    """C123"""
     monkeypatch.setenv("SLOW_S", "60")
     process = child(csrc, "library.load()")
     deadline = time.monotonic() + 60
@@ -208,7 +230,8 @@ def test_killed_builder_leaves_no_lock(csrc, library, slow_compiler, monkeypatch
     assert time.monotonic() - begin < 20.0
 
 
-def test_living_but_stuck_owner_is_waited_for_only_so_long(library):
+def test_living_but_stuck_owner_is_waited_for_only_so_long(library, caplog):
+    """C123: and the log names the lock and the time."""
     one = library(lock_wait_s=0.5)
     target = one._target()
     target.parent.mkdir(parents=True)
@@ -217,6 +240,8 @@ def test_living_but_stuck_owner_is_waited_for_only_so_long(library):
         begin = time.monotonic()
         assert one.load().answer() == 42
         assert 0.5 <= time.monotonic() - begin < 20.0
+    (record,) = caplog.records
+    assert "0.5 s" in record.getMessage() and str(target.with_suffix(".lock")) in record.getMessage()
 
 
 def test_lock_file_that_cannot_be_opened_does_not_keep_anybody_from_building(library):

@@ -1,8 +1,8 @@
 """Switching ZipScape on without touching the user's script.
 
 The entry point "torch.backends" makes `import torch` call autoload(). It must not break or slow that import, so it
-only puts a finder on sys.meta_path; the finder waits for a few modules of DeepSpeed and calls our functions on each
-right after it was executed. DeepSpeed itself imports torch first, so both import orders end here.
+only puts a finder on sys.meta_path; the finder waits for a few modules of DeepSpeed and of torch and calls our
+functions on each right after it was executed. DeepSpeed itself imports torch first, so both import orders end here.
 
 Standard library only, nothing heavy at module level. ZIPSCAPE_DISABLE=1 turns everything off.
 """
@@ -14,7 +14,11 @@ import sys
 HOOKS = {
     "deepspeed.runtime.engine": ["ds_zipccl.backend.deepspeed_hooks:install"],
     "deepspeed.ops.op_builder.all_ops": ["zipscape.op_builder.deepspeed_ops:register"],
+    "torch.distributed.distributed_c10d": ["zipscape.activate:register_torch_backend"],
 }
+
+#: What makes a process group of the torch.distributed backend "zipccl"; loaded when the first one is asked for.
+TORCH_BACKEND = "ds_zipccl.backend.torch_pg:create"
 
 #: What went wrong so far, one text with traceback each; `ds_zipccl report` shows it.
 failures = []
@@ -54,12 +58,26 @@ def _run_hooks(target, module):
     """Call the target's functions; one that fails is noted and does not keep the others from running."""
     for name in HOOKS.get(target, ()):
         try:
-            module_name, _, function = name.partition(":")
-            __import__(module_name)
-            getattr(sys.modules[module_name], function)(module)
+            _function(name)(module)
         except Exception as error:
             _note(f"{name} after the import of {target}", error)
-    _report()
+    if target.startswith("deepspeed"):
+        _report()
+
+
+def _function(name):
+    module_name, _, function = name.partition(":")
+    __import__(module_name)
+    return getattr(sys.modules[module_name], function)
+
+
+def register_torch_backend(c10d):
+    """Make "zipccl" known to torch.distributed (the module given) without loading anything of it."""
+    c10d.Backend.register_backend("zipccl", _make_process_group, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _make_process_group(options, native_options):
+    return _function(TORCH_BACKEND)(options, native_options)
 
 
 def _note(what, error):

@@ -1,0 +1,151 @@
+"""What torch asks of a process group, in our words: per method of ProcessGroup the collective it means, its tensors and its bytes.
+
+Signatures: torch/csrc/distributed/c10d/init.cpp and PyProcessGroup.hpp, 2.11 and 2.13.
+"""
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One call of a method. ``op``: the collective as torch spells it. ``call``: fields of a registry.Call, or None where it has no zipped
+    form. ``num_bytes(rank, world_size)``: what this rank sends natively, in a ring (gathers, reductions) or directly (the others);
+    None: nothing of the user's."""
+    op: str
+    call: dict | None = None
+    num_bytes: Callable[[int, int], int] | None = None
+
+
+def _sum(tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _others(tensors, rank: int) -> int:
+    return _sum(tensors) - _sum(tensors[rank:rank + 1])
+
+
+def _only(items):
+    (item,) = items
+    return item
+
+
+def _all_gather_into_tensor(output, data, opts=None):
+    return Asked("all_gather_into_tensor", dict(output=output, input=data), lambda rank, world: data.nbytes * (world - 1))
+
+
+def _reduce_scatter_tensor(output, data, opts=None):
+    return Asked("reduce_scatter_tensor", dict(output=output, input=data, reduce_op=_reduce_op(opts)),
+                 lambda rank, world: data.nbytes * (world - 1) // world)
+
+
+def _all_reduce(tensors, opts=None):
+    tensor = _only(tensors)
+    return Asked("all_reduce", dict(output=tensor, input=tensor, reduce_op=_reduce_op(opts)),
+                 lambda rank, world: 2 * tensor.nbytes * (world - 1) // world)
+
+
+def _broadcast(tensors, opts):
+    tensor = _only(tensors)
+    return Asked("broadcast", dict(output=tensor, input=tensor, root=opts.rootRank),
+                 lambda rank, world: tensor.nbytes if rank == opts.rootRank else 0)
+
+
+def _all_gather(outputs, inputs, opts=None):
+    data, pieces = _only(inputs), tuple(_only(outputs))
+    return Asked("all_gather", dict(output=pieces, input=data), lambda rank, world: data.nbytes * (world - 1))
+
+
+def _reduce_scatter(outputs, inputs, opts=None):
+    output, pieces = _only(outputs), tuple(_only(inputs))
+    return Asked("reduce_scatter", dict(output=output, input=pieces, reduce_op=_reduce_op(opts)),
+                 lambda rank, world: _others(pieces, rank))
+
+
+def _all_to_all_single(output, data, output_splits, input_splits, opts=None):
+
+    sent = _elements(data, input_splits)
+
+    def num_bytes(rank, world):
+        own = sum(sent[rank:rank + 1]) if sent else data.numel() // world
+        return (data.numel() - own) * data.element_size()
+
+    call = dict(output=output, input=data, output_splits=_elements(output, output_splits), input_splits=sent)
+    return Asked("all_to_all_single", call, num_bytes)
+
+
+def _all_to_all(outputs, inputs, opts=None):
+    return Asked("all_to_all", dict(output=tuple(outputs), input=tuple(inputs)), lambda rank, world: _others(inputs, rank))
+
+
+def _elements(tensor: torch.Tensor, splits) -> tuple[int, ...] | None:
+    """Splits count rows of dim 0; a Call counts elements."""
+    if not splits:
+        return None
+    row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
+    return tuple(split * row for split in splits)
+
+
+def _reduce_op(opts):
+    return dist.ReduceOp.SUM if opts is None else opts.reduceOp
+
+
+def _coalesced(single: Callable, op: str, whole_bytes: Callable):
+    """Functional collectives of one tensor come as lists of one: they mean the plain collective. Longer lists have no zipped form."""
+
+    def asked(*lists_and_opts):
+        *lists, opts = lists_and_opts if not isinstance(lists_and_opts[-1], (list, tuple)) else (*lists_and_opts, None)
+        if all(len(tensors) == 1 for tensors in lists):
+            return single(*lists if single is _all_reduce else map(_only, lists), opts)
+        return Asked(op, None, lambda rank, world: whole_bytes(_sum(lists[-1]), world))
+
+    return asked
+
+
+def _all_gather_coalesced(outputs, inputs, opts=None):
+    return Asked("all_gather_coalesced", None, lambda rank, world: _sum(inputs) * (world - 1))
+
+
+def _reduce(tensors, opts):
+    return Asked("reduce", None, lambda rank, world: _sum(tensors) if rank != opts.rootRank else 0)
+
+
+def _gather(outputs, inputs, opts):
+    return Asked("gather", None, lambda rank, world: _sum(inputs) if rank != opts.rootRank else 0)
+
+
+def _scatter(outputs, inputs, opts):
+    return Asked("scatter", None, lambda rank, world: _others(_only(inputs), rank) if rank == opts.rootRank else 0)
+
+
+def _barrier(*args, **kwargs):
+    return Asked("barrier")
+
+
+def understand(method: str, args, kwargs) -> Asked:
+    """What a call of ``method`` means. Short forms of the methods (a tensor in place of a list, a root in place of options) are not
+    understood: they have no zipped form here, and their bytes are not counted."""
+    try:
+        return METHODS[method](*args, **kwargs)
+    except (TypeError, ValueError, AttributeError):
+        return Asked(method, None, lambda rank, world: 0)
+
+
+_GATHERS = _coalesced(_all_gather_into_tensor, "all_gather_into_tensor_coalesced", lambda whole, world: whole * (world - 1))
+_SCATTERS = _coalesced(_reduce_scatter_tensor, "reduce_scatter_tensor_coalesced", lambda whole, world: whole * (world - 1) // world)
+
+#: Method of ProcessGroup -> what a call of it means. Both of torch 2.11's and 2.13's names.
+METHODS: dict[str, Callable[..., Asked]] = {
+    "_allgather_base": _all_gather_into_tensor, "all_gather_single": _all_gather_into_tensor,
+    "_reduce_scatter_base": _reduce_scatter_tensor, "reduce_scatter_single": _reduce_scatter_tensor,
+    "alltoall_base": _all_to_all_single, "all_to_all_single": _all_to_all_single,
+    "allgather_into_tensor_coalesced": _GATHERS, "all_gather_single_coalesced": _GATHERS,
+    "reduce_scatter_tensor_coalesced": _SCATTERS, "reduce_scatter_single_coalesced": _SCATTERS,
+    "allreduce": _all_reduce,
+    "allreduce_coalesced": _coalesced(_all_reduce, "all_reduce_coalesced", lambda whole, world: 2 * whole * (world - 1) // world),
+    "allgather": _all_gather, "reduce_scatter": _reduce_scatter, "alltoall": _all_to_all, "broadcast": _broadcast,
+    "allgather_coalesced": _all_gather_coalesced, "reduce": _reduce, "gather": _gather, "scatter": _scatter,
+    "barrier": _barrier, "monitored_barrier": _barrier,
+}

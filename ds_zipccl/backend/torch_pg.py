@@ -1,0 +1,154 @@
+"""Front (b): a process group of torch.distributed's backend "zipccl": its eligible calls are compressed. Needs no DeepSpeed.
+
+It is a Python ProcessGroup around a plain one with gloo (CPU tensors) and, where there are GPUs, NCCL. What the seam demands
+(torch/csrc/distributed/c10d/PyProcessGroup.hpp, torch/distributed/distributed_c10d.py; 2.11 and 2.13):
+
+* Every method that communicates goes to the inner group. ``super().method`` recurses for ever where C++ looks the method up in Python,
+  and an inherited method that is called from Python may keep the GIL that another rank's thread needs.
+* The native backends are registered in both groups: group name, devices, sequence numbers and functional collectives are asked of
+  the outer one.
+* 2.13 renamed five methods. The old names stay: for 2.11, and for those who call them.
+"""
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ds_zipccl.backend import front, torch_calls, torch_session
+from ds_zipccl.backend.torch_batch import batch_through_coalescing
+from ds_zipccl.collectives.registry import Call, specs
+
+NAME = "zipccl"
+#: Point-to-point: nothing to compress, and not every rank takes part, so nothing may be settled here.
+FORWARDED = ("send", "recv", "recv_anysource")
+
+
+class ZipProcessGroup(ProcessGroup):
+    """``zips_itself`` tells other fronts of ours that calls on this group need nothing more."""
+    zips_itself = True
+
+    def __init__(self, options, native_options=None):
+        """``options``: torch's _DistributedBackendOptions. ``native_options``: the user's ``pg_options``, for NCCL.
+
+        All ranks of the group construct it together. Raises HandshakeError, alike on all of them, where they do not agree.
+        """
+        super().__init__(options.group_rank, options.group_size)
+        self._store = options.store
+        self._coalescing = False
+        self._inner: ProcessGroup | None = None
+        self._zipccl = torch_session.join(options)
+        try:
+            self._connect(options, native_options)
+        except BaseException:
+            torch_session.leave(None)
+            raise
+        self._joined = True
+
+    def _connect(self, options, native_options) -> None:
+        inner = ProcessGroup(options.store, options.group_rank, options.group_size)
+        backends = list(_native_backends(options, native_options))
+        for group in (self, inner):
+            group._set_default_backend(backends[-1][1])
+            for device, backend_type, backend in backends:
+                group._register_backend(torch.device(device), backend_type, backend)
+        inner._set_group_name(options.group_id)
+        self._inner = inner
+
+    def _ask(self, method: str, *args, **kwargs) -> dist.Work:
+        """A collective: zipped if it may be, else native and counted with the reason."""
+        asked = torch_calls.understand(method, args, kwargs)
+        work = None
+        if asked.call is not None and asked.op in specs() and not self._coalescing and _are_plain(asked.call):
+            work = front.run(self._zipccl, Call(op=asked.op, group=self._inner, **_detached(asked.call)))
+        else:
+            rank = self.rank()
+            num_bytes = asked.num_bytes and (lambda world: asked.num_bytes(rank, world))
+            front.count_native(self._zipccl, asked.op, self._inner, num_bytes)
+        return getattr(self._inner, method)(*args, **kwargs) if work is None else work
+
+    def _start_coalescing(self, device):
+        self._inner._start_coalescing(device)
+        self._coalescing = True
+
+    def _end_coalescing(self, device):
+        self._coalescing = False
+        return self._inner._end_coalescing(device)
+
+    def getBackendName(self):
+        return NAME
+
+    def get_group_store(self):
+        return self._store
+
+    def shutdown(self):
+        """Completes what is in flight, then ends the connections, also if that failed."""
+        try:
+            self._leave()
+        finally:
+            self._inner.shutdown()
+
+    def abort(self):
+        """Ends the connections at once. What was in flight may fail: the waits for it say so, not this call."""
+        self._inner.abort()
+        try:
+            self._leave()
+        except Exception:
+            torch_session.log.debug("calls were in flight on the aborted group %s", self._inner.group_name, exc_info=True)
+
+    def _leave(self) -> None:
+        if self._joined:
+            self._joined = False
+            torch_session.leave(self._inner)
+
+
+def _native_backends(options, native_options):
+    """(device type, backend type, backend), made as torch makes them."""
+    rank, size = options.group_rank, options.group_size
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", options.store), rank, size, timeout=options.timeout)
+    gloo.options.global_ranks_in_group, gloo.options.group_name = options.global_ranks_in_group, options.group_id
+    gloo._set_sequence_number_for_group()
+    yield "cpu", ProcessGroup.BackendType.GLOO, gloo
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        settings = native_options or dist.ProcessGroupNCCL.Options()
+        settings._timeout = options.timeout
+        settings.global_ranks_in_group, settings.group_name = options.global_ranks_in_group, options.group_id
+        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", options.store), rank, size, settings)
+        nccl._set_sequence_number_for_group()
+        yield "cuda", ProcessGroup.BackendType.NCCL, nccl
+
+
+def _tensors(call: dict):
+    for value in (call["output"], call["input"]):
+        yield from value if isinstance(value, tuple) else (value,)
+
+
+def _are_plain(call: dict) -> bool:
+    """Fake tensors and other subclasses have no bytes of their own to encode."""
+    return all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in _tensors(call))
+
+
+def _detached(call: dict) -> dict:
+    return {name: tuple(t.detach() for t in value) if name in ("output", "input") and isinstance(value, tuple)
+            else value.detach() if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+
+
+def _method(name: str, body):
+
+    def method(self, *args, **kwargs):
+        return body(self, name, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+for _name in torch_calls.METHODS:
+    if hasattr(ProcessGroup, _name):
+        setattr(ZipProcessGroup, _name, _method(_name, ZipProcessGroup._ask))
+for _name in FORWARDED:
+    setattr(ZipProcessGroup, _name, _method(_name, lambda self, name, *args, **kwargs: getattr(self._inner, name)(*args, **kwargs)))
+
+
+def create(options, native_options=None) -> ZipProcessGroup:
+    """What torch calls for ``init_process_group("zipccl")`` and ``new_group(backend="zipccl")``; torch takes what is returned as the group
+    itself."""
+    batch_through_coalescing(ZipProcessGroup)
+    return ZipProcessGroup(options, native_options)

@@ -54,7 +54,7 @@ setup(
         "zipscape.csrc",
     ],
     package_dir={"zipscape.op_builder": "op_builder", "zipscape.csrc": "csrc"},
-    package_data={"zipscape.csrc": ["**/*.cpp", "**/*.cu", "**/*.h", "**/*.cuh"]},
+    package_data={"zipscape.csrc": ["**/*.cpp", "**/*.cu", "**/*.h", "**/*.cuh"], "ds_zipccl.cli": ["*.cu"]},
     include_package_data=False,
     cmdclass={"build_py": BuildPy, "bdist_wheel": BuildWheel},
     distclass=OurDistribution,

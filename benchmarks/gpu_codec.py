@@ -6,23 +6,22 @@ Speed is GPU time from CUDA-graph replay over rotating buffers that together exc
 The floor of a call is (bytes it must read + bytes it must write) / copy speed at that size, the better of two copies of this run.
 """
 import argparse
-import ctypes
 import datetime
 import json
 import math
+import os
 import platform
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
 
+from ds_zipccl.cli import bench_nvcomp
+from ds_zipccl.cli.bench_timing import interleaved
 from ds_zipccl.codec import format as fmt
 from ds_zipccl.codec.dtypes import BY_TORCH, TABLE
 from ds_zipccl.kernels import impl_reference, loader, ops
 from ds_zipccl.kernels.rank_order import sum_in_order
-from zipscape.op_builder import toolchain
 
 MIB = 1 << 20
 BITS = {2: torch.int16, 4: torch.int32}
@@ -122,7 +121,7 @@ def exactness(impls: dict, quick: bool) -> int:
 
 
 def tiny(impls: dict) -> int:
-    """Few launches of every kernel, for compute-sanitizer: round trips only, without the reference."""
+    """Few launches of every kernel, for compute-sanitizer (C20): round trips only, without the reference."""
     wrong = 0
     for impl in impls.values():
         for dtype in TABLE:
@@ -233,13 +232,13 @@ def reduce_speed_of(name, impl, dtype, rows, size, copy):
     report("decode_reduce", name, dtype, "gauss", size, us, (rows - 1) * g.frame_bytes + 2 * size, copy, g.frame_bytes, wrong, rows=rows)
 
 
-def speed(impls: dict, quick: bool, nvcomp: Path | None) -> None:
+def speed(impls: dict, quick: bool, nvcomp: bool) -> None:
     sizes = [s * MIB for s in ((16, 256) if quick else (1, 4, 16, 64, 256, 1024))]
     copy = {size: copy_speed(size) for size in sizes}
     for size, value in copy.items():
         print(f"copy at {size / MIB:5.0f} MiB: {value / 1e9:.0f} GB/s read + written", flush=True)
     if nvcomp:
-        nvcomp_speed(nvcomp, copy[256 * MIB])
+        nvcomp_speed(copy[256 * MIB])
     for name, impl in impls.items():
         for size in sizes:
             speed_of(name, impl, BF16, "gauss", size, copy[size])
@@ -252,24 +251,21 @@ def speed(impls: dict, quick: bool, nvcomp: Path | None) -> None:
                 speed_of(name, impl, dtype, "gauss", 256 * MIB, copy[256 * MIB])
 
 
-def nvcomp_speed(folder: Path, copy: float) -> None:
-    """nvCOMP's ANS at 256 MiB; ``folder`` has include/ and lib64/ of nvCOMP."""
-    size, target = 256 * MIB, Path(tempfile.mkdtemp()) / "nvcomp_ans.so"
-    library = next(folder.glob("lib*/libnvcomp.so.[0-9]*"))
-    subprocess.run([*toolchain.find("nvcc"), "-O2", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", f"-I{folder / 'include'}",
-                    str(Path(__file__).with_name("nvcomp_ans.cu")), "-o", str(target),
-                    "-Xlinker", str(library), "-Xlinker", f"-rpath={library.parent}"], check=True)
-    x = make("gauss", size // 2, BF16)
-    out = torch.empty_like(x)
-    results = (ctypes.c_double * 3)()
-    code = ctypes.CDLL(str(target)).nvcomp_ans(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()), ctypes.c_size_t(size),
-                                               ctypes.c_size_t(256 << 10), results)
-    if code:
-        print(f"nvCOMP failed with code {code}", flush=True)
+def nvcomp_speed(copy: float) -> None:
+    """nvCOMP's ANS at 256 MiB, as `ds_zipccl bench codec` times it: single calls, the L2 flushed before each."""
+    reason = bench_nvcomp.NvcompAns.absent()
+    if reason:
+        row(op="none", impl="nvcomp", path="absent", reason=reason)
+        print(f"nvcomp: not measured: {reason}", flush=True)
         return
-    wrong, frame_bytes = int((x.view(torch.int16) != out.view(torch.int16)).sum()), int(results[2])
-    for op, us in (("compress", results[0]), ("decompress", results[1])):
-        report(op, "nvcomp", BF16, "gauss", size, us, size + frame_bytes, copy, frame_bytes, wrong)
+    x = make("gauss", 128 * MIB, BF16)
+    out = torch.full_like(x, 1.5)
+    rival = bench_nvcomp.NvcompAns(x, out)
+    times = interleaved({"compress": rival.compress, "decompress": rival.decompress}, "cuda", 9)
+    wrong = int((x.view(torch.int16) != out.view(torch.int16)).sum())
+    for op, values in times.items():
+        report(op, "nvcomp", BF16, "gauss", x.nbytes, sorted(values)[4], x.nbytes + rival.wire_bytes, copy, rival.wire_bytes, wrong)
+    rival.close()
 
 
 def host_cost(name, impl) -> None:
@@ -335,10 +331,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--nvcomp", type=Path, help="folder of an unpacked nvCOMP (include/, lib64/): measured too")
+    parser.add_argument("--nvcomp", nargs="?", const="", help="measure nvCOMP's ANS too: the installed one, or that of a folder that has "
+                                                              "include/ and lib64/")
     parser.add_argument("--impls", default="cuda")
     parser.add_argument("--part", default="all", choices=("exact", "tiny", "speed", "ratio", "all"))
     args = parser.parse_args()
+    if args.nvcomp:
+        os.environ[bench_nvcomp.VARIABLE] = args.nvcomp
     impls = {}
     for name in args.impls.split(","):
         loader.resolve(name, "cuda")
@@ -348,7 +347,7 @@ def main() -> int:
     if args.part == "tiny":
         wrong = tiny(impls)
     if args.part in ("speed", "all"):
-        speed(impls, args.quick, args.nvcomp)
+        speed(impls, args.quick, args.nvcomp is not None)
         save(args.json, impls)
         for name, impl in impls.items():
             host_cost(name, impl)

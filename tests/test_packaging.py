@@ -39,6 +39,7 @@ def test_wheel_holds_every_source_file(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {f"zipscape/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "csrc").rglob("*")
                 if path.suffix in (".cpp", ".cu", ".h", ".cuh")}
+    expected |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "ds_zipccl").rglob("*.cu")}
     expected |= {f"{'zipscape/' if folder == 'op_builder' else ''}{path.relative_to(ROOT).as_posix()}"
                  for folder in ("zipscape", "op_builder", "ds_zipccl", "ds_scape")
                  for path in (ROOT / folder).rglob("*.py")}

@@ -68,16 +68,29 @@ def _words(text: str, known, option: str) -> list[str]:
 def _implementations(text: str | None, device: str) -> list[str]:
     if text is None:
         usable = [name for name, devices, _ in loader.PREFERENCE if device in devices and name != "reference" and loader.load(name) is None]
-        return (usable or ["reference"]) + (bench_rivals.installed() if device == "cpu" else [])
+        return (usable or ["reference"]) + [name for name, reason in bench_rivals.of_device(device).items() if reason is None]
     names = _words(text, (*loader.NAMES, *bench_rivals.RIVALS), "--impl")
     for name in names:
-        if name not in bench_rivals.RIVALS:
+        rival = bench_rivals.RIVALS.get(name)
+        if rival is None:
             loader.resolve(name, device)
-        elif device != "cpu":
-            raise KernelError(describe(f"{name} is measured in host memory only", todo="add --device cpu"))
-        elif name not in bench_rivals.installed():
-            raise KernelError(describe(f"{name} is not installed", todo=f"pip install {bench_rivals.RIVALS[name].package}"))
+        elif device != rival.device:
+            raise KernelError(describe(f"{name} is measured with --device {rival.device} only", got=device))
+        elif rival.absent():
+            raise KernelError(describe(f"{name} cannot be measured", got=rival.absent()))
     return names
+
+
+def _absent(args) -> list[dict]:
+    """A row for each rival that is not measured, with the reason: those not installed, and dtypes that one does not take."""
+    rows = []
+    for name, reason in bench_rivals.of_device(args.device).items():
+        if reason:
+            rows.append({"op": "none", "impl": name, "path": "absent", "reason": reason})
+            continue
+        refusals = {dtype: bench_rivals.RIVALS[name].refuses(DTYPES[dtype]) for dtype in _words(args.dtype, DTYPES, "--dtype")}
+        rows += [{"op": "none", "impl": name, "dtype": dtype, "path": "absent", "reason": why} for dtype, why in refusals.items() if why]
+    return rows
 
 
 def _datasets(args):
@@ -138,7 +151,10 @@ def _cases(args):
                 x = make(DTYPES[name], max(1, size // DTYPES[name].itemsize))
                 facts = {"dtype": name, "dist": dist, **_data_facts(x)}
                 for implementation in implementations:
-                    for window in windows if implementation not in bench_rivals.RIVALS else ("-",):
+                    rival = bench_rivals.RIVALS.get(implementation)
+                    if rival and rival.refuses(x.dtype):
+                        continue
+                    for window in ("-",) if rival else windows:
                         yield x, implementation, window, facts
                 if x.nbytes < size - DTYPES[name].itemsize:
                     break                    # the file has no more: larger sizes would be the same again
@@ -159,17 +175,22 @@ def run(args) -> int:
         for x, implementation, window, facts in _cases(args):
             status.update(f"{implementation} {facts['dtype']} {facts['dist']} {x.nbytes >> 10} KiB")
             if implementation in bench_rivals.RIVALS:
-                subject = bench_subjects.Rival(x, implementation, torch.get_num_threads())
+                subject = bench_subjects.rival(x, implementation, torch.get_num_threads())
             else:
                 subject = bench_subjects.ours(x, implementation, _window(x, window))
             rows += [{"op": row.pop("op"), "impl": implementation, "window": window, **facts, **row}
                      for row in measure(x, subject, args.repeat, args.best)]
+            subject.close()
     console.print(_table(rows, args))
+    absent = _absent(args) if args.impl is None else []
+    for row in absent:
+        console.print(f"{row['impl']}{' ' + row['dtype'] if 'dtype' in row else ''}: not measured: {row['reason']}", highlight=False)
     if args.json:
+        rivals = {row["impl"] for row in rows} & set(bench_rivals.RIVALS)
         settings = {"device": args.device, "threads": torch.get_num_threads(), "repeat": args.repeat, "seed": args.seed,
                     "statistic": "best" if args.best else "median",
-                    "rivals": {name: bench_rivals.RIVALS[name].version() for name in bench_rivals.installed()}}
-        write_json(args.json, {"settings": settings, "rows": rows}, command="ds_zipccl " + " ".join(sys.argv[1:]))
+                    "rivals": {name: bench_rivals.RIVALS[name].version() for name in sorted(rivals)}}
+        write_json(args.json, {"settings": settings, "rows": rows + absent}, command="ds_zipccl " + " ".join(sys.argv[1:]))
         console.print(f"written to {args.json}")
     wrong = sum(row["wrong"] for row in rows)
     if wrong:

@@ -1,11 +1,14 @@
-"""Other lossless compressors of tensors, measured the same way where they are installed. Host memory only."""
+"""Other lossless compressors of tensors, measured the same way where they are installed: in host memory, and one on a GPU."""
 import importlib.metadata
 
 import torch
 
+from ds_zipccl.cli.bench_nvcomp import NvcompAns
+
 
 class Rival:
-    """One compressor: ``compress`` makes an object with a length from bytes, ``decompress`` gives the bytes back."""
+    """One compressor in host memory: ``compress`` makes an object with a length from bytes, ``decompress`` gives the bytes back."""
+    device = "cpu"
     package = ""
 
     @classmethod
@@ -15,6 +18,16 @@ class Rival:
             return importlib.metadata.version(cls.package)
         except importlib.metadata.PackageNotFoundError:
             return None
+
+    @classmethod
+    def absent(cls) -> str | None:
+        """Why it cannot be measured here."""
+        return None if cls.version() else f"not installed (pip install {cls.package})"
+
+    @staticmethod
+    def refuses(dtype: torch.dtype) -> str | None:
+        """Why tensors of ``dtype`` are not measured."""
+        return None
 
     def fresh(self, data: bytes):
         """What ``compress`` takes; made anew, and not timed, for every call."""
@@ -56,8 +69,9 @@ class Zstandard(Rival):
         return self._decompressor.decompress(compressed)
 
 
-RIVALS = {"zipnn": ZipNN, "zstd": Zstandard}
+RIVALS = {"zipnn": ZipNN, "zstd": Zstandard, "nvcomp": NvcompAns}
 
 
-def installed() -> list[str]:
-    return [name for name, rival in RIVALS.items() if rival.version() is not None]
+def of_device(device: str) -> dict[str, str | None]:
+    """{name: None, or why it cannot be measured} of the rivals on "cpu" or "cuda"."""
+    return {name: rival.absent() for name, rival in RIVALS.items() if rival.device == device}

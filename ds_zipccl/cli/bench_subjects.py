@@ -17,6 +17,9 @@ class Subject:
     def prepare_compress(self) -> None:
         pass
 
+    def close(self) -> None:
+        """Gives back what Python does not."""
+
 
 class Zipped(Subject):
     """A kernel set on the hot path: known layout, memory allocated beforehand, no waiting. The layout is what ``compress`` found."""
@@ -62,7 +65,7 @@ class Stored(Subject):
         return self._out.view(torch.uint8)
 
 
-class Rival(Subject):
+class HostRival(Subject):
     """Another compressor on the same bytes, in host memory."""
 
     def __init__(self, x: torch.Tensor, name: str, threads: int):
@@ -83,6 +86,26 @@ class Rival(Subject):
 
     def decoded(self) -> torch.Tensor:
         return torch.frombuffer(bytearray(self._out), dtype=torch.uint8)
+
+
+class DeviceRival(Subject):
+    """Another compressor on the same tensor, on the GPU: queued on the current stream like ours."""
+
+    def __init__(self, x: torch.Tensor, name: str):
+        self._out = _filled_like(x)
+        self._rival = RIVALS[name](x, self._out)
+        self.compress, self.decompress = self._rival.compress, self._rival.decompress
+        self.facts = {"path": "zipped", "wire_bytes": self._rival.wire_bytes, "needed_bytes": self._rival.wire_bytes}
+
+    def decoded(self) -> torch.Tensor:
+        return self._out.view(torch.uint8)
+
+    def close(self) -> None:
+        self._rival.close()
+
+
+def rival(x: torch.Tensor, name: str, threads: int) -> Subject:
+    return HostRival(x, name, threads) if RIVALS[name].device == "cpu" else DeviceRival(x, name)
 
 
 def ours(x: torch.Tensor, kernels: str, window_lo: int) -> Subject:

@@ -32,6 +32,9 @@ __device__ __forceinline__ u32 scan_inclusive(u32 value) {
     return value;
 }
 
+// The compiler moves no memory access across this.
+__device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
+
 // Words of 8 bytes that CTAs tell each other, whole or not at all; they bypass L1 and order nothing else.
 __device__ __forceinline__ u64 load_message(const u64* p) { return *(const volatile u64*)p; }
 __device__ __forceinline__ void store_message(u64* p, u64 value) { *(volatile u64*)p = value; }

@@ -191,6 +191,9 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     for (int i = 0; i < 4; i++) result |= (unsigned)(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return result;
 }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+    return (unsigned)(((uint64_t)high << 32 | low) >> (by & 31));
+}
 inline unsigned __vminu2(unsigned a, unsigned b) {
     return emulate::pairwise(a, b, [](unsigned x, unsigned y) { return x < y ? x : y; });
 }

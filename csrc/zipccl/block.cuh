@@ -58,52 +58,6 @@ __device__ __forceinline__ void copy_raw(u8* raw, const u8* block, u32 present, 
     }
 }
 
-// The lane's part of `raw`.
-template <class F>
-__device__ __forceinline__ void take_raw(const u8* raw, u32 (&x)[F::kWords]) {
-#pragma unroll
-    for (u32 i = 0; i < F::kWords / 4; i++) {
-        const uint4 v = *(const uint4*)(raw + part_offset<F>(i));
-        x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
-    }
-}
-
-template <class F>
-__device__ __forceinline__ void put_raw(u8* raw, const u32 (&x)[F::kWords]) {
-#pragma unroll
-    for (u32 i = 0; i < F::kWords / 4; i++)
-        *(uint4*)(raw + part_offset<F>(i)) = make_uint4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
-}
-
-// The lane's raw data of a block; `raw` is scratch for blocks that are not `wide` (complete and 16-byte aligned).
-template <class F>
-__device__ __forceinline__ void load_raw(const u8* block, u32 present, bool wide, u8* raw, u32 (&x)[F::kWords]) {
-    if (wide) {
-#pragma unroll
-        for (u32 i = 0; i < F::kWords / 4; i++) {
-            const uint4 v = *(const uint4*)(block + part_offset<F>(i));
-            x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
-        }
-    } else {
-        copy_raw<F>(raw, block, present, false);
-        take_raw<F>(raw, x);
-    }
-}
-
-// Makes absent elements what section 2 says: code 1, remainder 0. `raw`: scratch.
-template <class F>
-__device__ __forceinline__ void fill_absent(u8* raw, u32 present, u32 lo, u32 (&x)[F::kWords]) {
-    put_raw<F>(raw, x);
-#pragma unroll 1
-    for (u32 i = 0; i < kLaneElems; i++) {
-        const u32 e = octet(i / 8) + i % 8, bits = (lo + 1) << F::kMantissa;
-        if (e < present) continue;
-        if (F::kItem == 2) *(u16*)(raw + e * 2) = (u16)bits;
-        else *(u32*)(raw + e * 4) = bits;
-    }
-    take_raw<F>(raw, x);
-}
-
 // The exponents of pair p, one in each half, at bit F::kAt.
 template <class F>
 __device__ __forceinline__ u32 exponents(const u32 (&x)[F::kWords], u32 p) {
@@ -112,50 +66,6 @@ __device__ __forceinline__ u32 exponents(const u32 (&x)[F::kWords], u32 p) {
 }
 
 struct Window { u32 lo, mode; };
-
-// a / b, rounded down, for a < 2^24 and b in 1..2^24 whose quotient is below 2^16: a guess that may be off by one, put right.
-__device__ __forceinline__ u32 divide_small(u32 a, u32 b) {
-    const u32 guess = (u32)__fdividef((float)a, (float)b);
-    const int rest = (int)(a - guess * b);
-    return rest < 0 ? guess - 1 : rest >= (int)b ? guess + 1 : guess;
-}
-
-// Four of the lane's exponents, one a byte, in no order that matters; i = 0..7.
-template <class F>
-__device__ __forceinline__ u32 four_exponents(const u32 (&x)[F::kWords], u32 i) {
-    if constexpr (F::kItem == 4) {
-        const u32 *e = x + 4 * i, first = __byte_perm(e[0] << 1, e[1] << 1, 0x0073), second = __byte_perm(e[2] << 1, e[3] << 1, 0x0073);
-        return __byte_perm(first, second, 0x5410);
-    } else {
-        return __byte_perm(x[2 * i] >> F::kMantissa, x[2 * i + 1] >> F::kMantissa, 0x6420) & F::kExponentMask * kBytes;
-    }
-}
-
-// Window of a block from the mean and the variance of its non-zero exponents, or the given one.
-template <class F>
-__device__ __forceinline__ Window choose_window(const u32 (&x)[F::kWords], u32 present, int given_lo) {
-    u32 sum = 0, squares = 0, count = 0;             // count: times 128
-#pragma unroll
-    for (u32 i = 0; i < 8; i++) {
-        const u32 e = four_exponents<F>(x, i), nonzero = (((e & 0x7f * kBytes) + 0x7f * kBytes) | e) & 0x80 * kBytes;
-        sum = __dp4a(e, kBytes, sum);
-        squares = __dp4a(e, e, squares);
-        count = __dp4a(nonzero, kBytes, count);
-    }
-    const u32 both = __reduce_add_sync(kAllLanes, sum | count << 13);         // sum < 2^18, count / 128 < 2^11
-    squares = __reduce_add_sync(kAllLanes, squares);                          // < 2^26
-    sum = both & 0xfffff, count = both >> 20;
-    Window w;
-    w.mode = 1024 * (present - count) > 26 * present ? kZeroMode : 0;
-    if (given_lo >= 0) {
-        w.lo = min(given_lo + w.mode, F::kTopLo);
-    } else {
-        const bool spread = (u64)count * squares > (u64)sum * sum + 3 * count * count;
-        const u32 tenths = (w.mode == kZeroMode ? (spread ? 29 : 34) : (spread ? 36 : 43)) * count;
-        w.lo = count == 0 || 10 * sum < tenths ? 0 : min(divide_small(10 * sum - tenths, 10 * count), F::kTopLo);
-    }
-    return w;
-}
 
 // Adds the 3-bit codes of pair p, which are in `c` at bit `at` of both halves (other bits may be set), to the lane's three words.
 __device__ __forceinline__ void put_code(u32 (&words)[3], u32 p, u32 c, u32 at) {

@@ -16,7 +16,7 @@ constexpr u32 kReduceRows = 4;              // rows whose headers are staged at 
     extern "C" __global__ void __launch_bounds__((warps) * 32, ctas) name(const __grid_constant__ Call c)
 // What fits of 16-bit elements on a multiprocessor, fits half of FP32.
 #define ZIPCCL_KERNELS(F, dtype)                                                                                            \
-    ZIPCCL_KERNEL(zipccl_encode_##dtype, kEncodeWarps, kEncodeCtas * 2 / F::kItem) { encode_tile<F, kEncodeWarps>(c); } \
+    ZIPCCL_KERNEL(zipccl_encode_##dtype, kEncodeWarps, kEncodeCtas * 2 / F::kItem) { encode_items<F, kEncodeWarps>(c); } \
     ZIPCCL_KERNEL(zipccl_decode_##dtype, kDecodeWarps, kDecodeCtas * 2 / F::kItem) { decode_blocks<F, kDecodeWarps>(c); }    \
     ZIPCCL_KERNEL(zipccl_reduce2_##dtype, kReduce2Warps, kReduce2Ctas * 2 / F::kItem) {                                      \
         decode_reduce_blocks<F, kReduce2Warps, 1, true>(c);                                                                  \
@@ -74,9 +74,7 @@ static Call make_call(const void* geometry, const void* x, i64 row_stride, void*
 extern "C" {
 
 // Words of 8 bytes that encode needs, zeroed once by the caller and owned by one stream.
-i64 zipccl_cuda_workspace_words(i64 num_rows, i64 num_groups, i64 num_tiles) {
-    return workspace_words(num_rows, num_groups, num_tiles);
-}
+i64 zipccl_cuda_workspace_words(i64 num_rows, i64 num_tiles) { return workspace_words(num_rows, num_tiles); }
 
 // Once for each device, before anything else: lets the encode kernels have their shared memory. Gives the device addresses of
 // zipccl_workspaces (and its number of words) and zipccl_errors.
@@ -84,9 +82,9 @@ int zipccl_cuda_prepare(void** workspaces, i64* num_words, void** errors) {
     *num_words = sizeof zipccl_workspaces / sizeof(u64);
     int code = address_of(workspaces, zipccl_workspaces);
     if (!code) code = address_of(errors, zipccl_errors);
-    if (!code) code = allow_shared(zipccl_encode_bf16, encode_shared_bytes<Bf16, kEncodeWarps>());
-    if (!code) code = allow_shared(zipccl_encode_fp16, encode_shared_bytes<Fp16, kEncodeWarps>());
-    if (!code) code = allow_shared(zipccl_encode_fp32, encode_shared_bytes<Fp32, kEncodeWarps>());
+    if (!code) code = allow_shared(zipccl_encode_bf16, kEncodeShared<Bf16>);
+    if (!code) code = allow_shared(zipccl_encode_fp16, kEncodeShared<Fp16>);
+    if (!code) code = allow_shared(zipccl_encode_fp32, kEncodeShared<Fp32>);
     return code;
 }
 
@@ -102,13 +100,15 @@ int zipccl_cuda_take_word(void* address, u32* word, cudaStream_t stream) {
 #endif
 }
 
-// ops.encode: x [num_rows] rows of row_stride bytes; status: [1]; row `skip` (or none: -1) is left out.
+// ops.encode: x [num_rows] rows of row_stride bytes; status: [1]; row `skip` (or none: -1) is left out. max_ctas: as many as the device
+// runs at once; more items of work than that are claimed one by one.
 int zipccl_cuda_encode(const void* geometry, const void* x, i64 row_stride, void* frames, i64 frame_stride, i64 num_rows, i64 skip,
-                       void* status, void* workspace, cudaStream_t stream) {
+                       void* status, void* workspace, i64 max_ctas, cudaStream_t stream) {
     const Call c = make_call(geometry, x, row_stride, frames, frame_stride, num_rows, skip, 0, status, workspace);
-    const dim3 grid((u32)(c.g.num_tiles ? c.g.num_tiles : 1), (u32)(num_rows - (skip >= 0)));
-    if (!grid.y) return 0;
-    ZIPCCL_LAUNCH_DTYPE(encode, grid, kEncodeWarps, kEncodeWarps * kBlockElems * c.g.itemsize + 32 * kBlockElems, stream, c)
+    const i64 items = (c.g.num_tiles + 1) * (num_rows - (skip >= 0));
+    if (!items) return 0;
+    ZIPCCL_LAUNCH_DTYPE(encode, dim3((u32)(items < max_ctas ? items : max_ctas)), kEncodeWarps,
+                        c.g.itemsize == 4 ? kEncodeShared<Fp32> : kEncodeShared<Bf16>, stream, c)
     return last_error();
 }
 

@@ -17,7 +17,8 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _DTYPE_NAMES = {1: "bf16", 2: "fp16", 3: "fp32"}
 _FLAGS = ("--std=c++17", "-fmad=false", "-default-device")
 _WARPS = {"encode": 16, "decode": 4, "reduce": 4, "reduce2": 4}          # as in codec.cu
-_TILE_BLOCKS, _BLOCK_ELEMS = 32, 1024
+_TILE_BLOCKS = 32
+_BLOCK_STAGE = {2: 32 * 48, 4: 32 * 80}                                   # bytes of shared memory that encode needs for a block, by item size
 _MAX_DYNAMIC_SHARED = 8                      # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -101,7 +102,7 @@ class NvrtcCalls:
     def _launch(self, operation: str, g, num_ctas: int, num_rows: int, stream: int, *fields: int) -> None:
         if not (num_ctas and num_rows):
             return
-        shared = _BLOCK_ELEMS * (_WARPS["encode"] * g.itemsize + _TILE_BLOCKS) if operation == "encode" else 0
+        shared = _TILE_BLOCKS * _BLOCK_STAGE[g.itemsize] if operation == "encode" else 0
         key = torch.cuda.current_device(), f"zipccl_{operation}_{_DTYPE_NAMES[g.dtype_code]}"
         function = self._functions.get(key)
         if function is None:
@@ -133,8 +134,9 @@ class NvrtcCalls:
         self._check(self._driver.cuStreamSynchronize(stream), "to synchronize")
         return word.value
 
-    def encode(self, g, x, row_stride, frames, frame_stride, num_rows, skip, status, workspace, stream) -> None:
-        self._launch("encode", g, max(g.num_tiles, 1), num_rows - (skip >= 0), stream,
+    def encode(self, g, x, row_stride, frames, frame_stride, num_rows, skip, status, workspace, max_ctas, stream) -> None:
+        items = (g.num_tiles + 1) * (num_rows - (skip >= 0))
+        self._launch("encode", g, min(items, max_ctas), 1, stream,
                      x, frames, 0, row_stride, frame_stride, num_rows, skip, status, workspace)
 
     def decode(self, g, frames, frame_stride, out, row_stride, num_rows, skip, errors, stream) -> None:

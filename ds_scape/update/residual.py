@@ -5,12 +5,16 @@ WIRE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @torch.no_grad()
-def accumulate(residual: torch.Tensor, gradient: torch.Tensor, factor: float) -> None:
-    """``residual += factor * gradient`` in the residual's precision, two roundings. ``gradient`` is overwritten with the scaled one where
-    it has the residual's dtype. factor: clipping and loss scale in one number, never applied to what is in the residual already.
-    """
-    if factor != 1.0:
-        gradient = gradient.mul_(factor) if gradient.dtype == residual.dtype else gradient.to(residual.dtype).mul_(factor)
+def scaled(gradient: torch.Tensor, factor: float, dtype: torch.dtype) -> torch.Tensor:
+    """``factor * gradient`` in ``dtype``, one rounding; ``gradient`` itself is overwritten where it has that dtype. factor: clipping and
+    loss scale in one number, never applied to what is in a residual already."""
+    gradient = gradient.to(dtype)
+    return gradient if factor == 1.0 else gradient.mul_(factor)
+
+
+@torch.no_grad()
+def accumulate(residual: torch.Tensor, gradient: torch.Tensor) -> None:
+    """``residual += gradient``, [n] both of one dtype."""
     residual.add_(gradient)
 
 

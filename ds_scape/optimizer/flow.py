@@ -1,0 +1,172 @@
+"""One optimizer step of SCAPE on one rank, from the fresh gradients to the changed weights. The rule and its reasons: docs/scape.md.
+
+    1. the fresh gradients' squared norms are exchanged: 8 bytes a rank, for clipping and to skip what is not finite
+    2. r += factor * g;  q is tracked                                          every rank; the owner's part of it
+    3. the coordinates of the present mask leave r, go to their owners, are summed in rank order
+    4. the owner moves master weights and momentum of these coordinates
+    5. the changed weights are gathered and written into every rank's copies
+    6. the owner ranks its coordinates, and the next mask's gather is started: it has all of the next forward and backward
+
+Until 2 nothing is changed, so a step that is skipped leaves everything as it was, the mask under way included.
+"""
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ds_scape.config import ScapeParams
+from ds_scape.optimizer.state import FlatState
+from ds_scape.sync import mask as masks
+from ds_scape.sync.partition import Layout
+from ds_scape.sync.sparse_reduce import Positions, gather_weights, reduce_to_owners
+from ds_scape.sync.transport import Transport
+from ds_scape.update import norms, scape_rule
+from ds_scape.update import residual as residuals
+from zipscape.errors import ZipScapeError, describe
+
+#: Checksums travel as doubles: integers below this are exact.
+CHECKSUM_MODULUS = 1 << 52
+_WIRE = {**residuals.WIRE_DTYPES, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did. Equal on all ranks."""
+    applied: bool
+    """False: skipped, nothing was changed on any rank."""
+    nonfinite_ranks: tuple[int, ...]
+    """The ranks whose gradients were not finite."""
+    grad_norm: float
+    """sqrt of the mean over the ranks of |g_i|^2, unscaled, before clipping; inf or nan where it was not finite."""
+    dense: bool
+    """Whether the step ran without masks."""
+
+
+class Flow:
+    """The state of SCAPE on one rank, and its steps. All ranks must call the same methods in the same order."""
+
+    def __init__(self, flats: list[FlatState], params: ScapeParams, transport: Transport):
+        self.flats, self.params, self.transport = flats, params, transport
+        self.layout = Layout(tuple(flat.layout for flat in flats), transport.world_size)
+        self.codec = masks.MaskCodec(self.layout, params.mask_encoding) if self.layout.has_masks else None
+        self.num_steps = 0
+        self._wire = _WIRE[params.values_dtype]
+        self._all_dense = Positions(self.layout, None)
+        self._positions, self._mask_message, self._arriving = self._all_dense, None, None
+
+    @property
+    def masked(self) -> list[FlatState]:
+        return [flat for flat in self.flats if not flat.layout.is_full]
+
+    def is_dense(self, step: int) -> bool:
+        """Whether step number ``step`` (from 1) runs without masks."""
+        return self.codec is None or step <= max(1, self.params.dense_warmup_steps)
+
+    @torch.no_grad()
+    def step(self, fresh: list[torch.Tensor], *, max_norm: float = 0.0, loss_scale: float = 1.0) -> StepResult:
+        """One step from the fresh gradients, per buffer [W * P], any float dtype, multiplied by ``loss_scale``; they are overwritten."""
+        square, bad = self._agree_on_norm(fresh, loss_scale)
+        grad_norm = math.sqrt(square) if not bad else square
+        step = self.num_steps + 1
+        if bad:
+            return StepResult(False, bad, grad_norm, self.is_dense(step))
+        self.num_steps = step
+        positions = self._take_positions()
+        factor = norms.clip_factor(square, max_norm) / loss_scale
+        early_scores = self._enter(fresh, factor)
+        self._synchronise(positions)
+        if not self.is_dense(step + 1):
+            self._start_mask(early_scores)
+        return StepResult(True, (), grad_norm, positions.dense)
+
+    def state_dict(self) -> dict:
+        """What belongs to no single buffer: the step, this rank's part of the next mask, the decay products."""
+        return {"num_steps": self.num_steps, "mask": None if self.is_dense(self.num_steps + 1) else self._mask_message,
+                "decay": [flat.decay for flat in self.flats]}
+
+    def load_state_dict(self, saved: dict) -> None:
+        """The inverse, at the same world size and layout; starts the mask's gather, so all ranks must take part."""
+        self.num_steps = saved["num_steps"]
+        for flat, decay in zip(self.flats, saved["decay"], strict=True):
+            flat.decay.copy_(decay)
+        if not self.is_dense(self.num_steps + 1):
+            self._send_mask(saved["mask"].to(self.flats[0].residual.device, copy=True))
+
+    # --- 1: before anything is changed ----------------------------------------------------------------------------------------------
+    def _agree_on_norm(self, fresh, loss_scale) -> tuple[float, tuple[int, ...]]:
+        """(mean over the ranks of |g_i|^2, ranks whose gradients are not finite). The same doubles on every rank, summed in rank order."""
+        record = torch.cat([norms.sum_of_squares(fresh), self._checksum(fresh[0].device)])
+        squares, checksums = self.transport.gather(record, "norm").t().tolist()
+        if any(checksum != checksums[0] for checksum in checksums):
+            raise ZipScapeError(describe("the ranks' masks differ", got=f"checksums {checksums}", expected="equal ones",
+                                         where=f"before step {self.num_steps + 1}", todo="report this: a defect or a broken link"))
+        bad = tuple(rank for rank, square in enumerate(squares) if not math.isfinite(square))
+        return math.fsum(squares) / len(squares) / loss_scale ** 2 if not bad else math.nan, bad
+
+    def _checksum(self, device) -> torch.Tensor:
+        total = torch.zeros(1, dtype=torch.int64, device=device)
+        every = self.params.check_masks_every
+        if every and self.num_steps % every == 0 and not self.is_dense(self.num_steps + 1):
+            for index in self._peek_positions().whole:
+                if index is not None:
+                    weights = torch.arange(1, len(index) + 1, device=device) % 65521
+                    total += ((index + 1) * weights).sum() % CHECKSUM_MODULUS
+        return (total % CHECKSUM_MODULUS).to(torch.float64)
+
+    # --- 2: gradients into residuals --------------------------------------------------------------------------------------------------
+    def _enter(self, fresh, factor):
+        """Fresh gradients go into the residuals; returns the scores of the literal reading where it is asked for."""
+        early = []
+        for flat, gradient in zip(self.flats, fresh, strict=True):
+            gradient = residuals.scaled(gradient, factor, flat.residual.dtype)
+            residuals.accumulate(flat.residual, gradient)
+            if flat.layout.is_full:
+                continue                    # nothing to rank
+            rank, betas = self.transport.rank, flat.group["betas"]
+            scape_rule.track_square(flat.square, flat.own(gradient, rank), beta2=betas[1])
+            if self.params.mask_statistic == "first_moment":
+                early.append(scape_rule.score_first_moment(flat.momentum, flat.own(flat.residual, rank), beta1=betas[0]))
+        return early
+
+    # --- 3, 4, 5: values to the owners, weights back ----------------------------------------------------------------------------------
+    def _synchronise(self, positions: Positions) -> None:
+        means = reduce_to_owners([flat.residual for flat in self.flats], positions, self.transport, self._wire)
+        changed = [self._owner_step(flat, mean, positions.of(self.transport.rank, i))
+                   for i, (flat, mean) in enumerate(zip(self.flats, means, strict=True))]
+        gather_weights([flat.copies for flat in self.flats], changed, positions, self.transport)
+
+    def _owner_step(self, flat: FlatState, mean, index) -> torch.Tensor:
+        """Moves the owned coordinates at ``index`` (None: all); returns their weights in the copies' dtype."""
+        group, everything = flat.group, index is None
+        weight, momentum, last = (t if everything else t[index] for t in (flat.weight, flat.momentum, flat.last_sync))
+        scape_rule.owner_step(weight, momentum, mean, self.num_steps - last, flat.age_tables, flat.advance_decay(), lr=group["lr"],
+                              beta2=group["betas"][1], eps=group["eps"], catch_up=self.params.catch_up)
+        if everything:
+            flat.last_sync.fill_(self.num_steps)
+        else:
+            flat.weight[index], flat.momentum[index], flat.last_sync[index] = weight, momentum, self.num_steps
+        return weight.to(flat.copies.dtype)
+
+    # --- 6: the next mask ---------------------------------------------------------------------------------------------------------------
+    def _start_mask(self, early_scores) -> None:
+        rank, chosen = self.transport.rank, []
+        for j, flat in enumerate(self.masked):
+            scores = early_scores[j] if early_scores else scape_rule.score_residual(flat.own(flat.residual, rank), flat.square)
+            overdue = self.num_steps - flat.last_sync >= flat.max_age
+            chosen.append(masks.select(scores, overdue, flat.layout.segments[rank]))
+        self._send_mask(self.codec.encode(chosen, rank))
+
+    def _send_mask(self, message: torch.Tensor) -> None:
+        self._mask_message, self._positions = message, None
+        self._arriving = self.transport.gather_async(message, "mask")
+
+    def _peek_positions(self) -> Positions:
+        """The positions of the coming step; waits for the mask under way."""
+        if self._positions is None:
+            messages = self._arriving.wait()
+            self._positions = Positions(self.layout, [self.codec.decode(row, rank) for rank, row in enumerate(messages)])
+            self._arriving = None
+        return self._positions
+
+    def _take_positions(self) -> Positions:
+        return self._all_dense if self.is_dense(self.num_steps) else self._peek_positions()

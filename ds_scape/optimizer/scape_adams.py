@@ -1,0 +1,46 @@
+"""``ds_scape.ScapeAdamS``: the dense AdamS rule as a torch optimizer, for any ZeRO stage. Not the AdamS of the package pytorch_optimizer,
+which is Adam with stable weight decay; hence the name."""
+import torch
+
+from ds_scape.config import AdamSParams, parse
+from ds_scape.update.adams import dense_step
+from zipscape.errors import ConfigError, describe
+
+
+class ScapeAdamS(torch.optim.Optimizer):
+    """Dense AdamS. params: as for every torch optimizer; groups may set lr, betas, eps, weight_decay, bias_correction.
+
+    bias_correction: false is the published formula (first step 0.447 lr at beta2 = 0.95), true the authors' code (first step 4.47 lr).
+    State per parameter: ``step`` (int) and ``exp_avg`` (the parameter's shape and dtype). Raises ConfigError for wrong settings.
+    """
+
+    def __init__(self, params, **settings):
+        self.params = parse(settings, AdamSParams, where="the parameters given to ScapeAdamS")
+        super().__init__(params, {key: getattr(self.params, key) for key in AdamSParams.model_fields})
+
+    def add_param_group(self, param_group) -> None:
+        own = {key: param_group[key] for key in AdamSParams.model_fields if key in param_group}
+        merged = parse({**self.params.model_dump(), **own}, AdamSParams, where="a parameter group given to ScapeAdamS")
+        param_group.update({key: getattr(merged, key) for key in own})
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step for every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.grad.is_sparse:
+                    raise ConfigError(describe("ScapeAdamS does not take sparse gradients", todo="set sparse=False on the embedding"))
+                state = self.state[p]
+                if not state:
+                    state["step"], state["exp_avg"] = 0, torch.zeros_like(p)
+                state["step"] += 1
+                dense_step(p, state["exp_avg"], p.grad, lr=group["lr"], betas=group["betas"], eps=group["eps"],
+                           weight_decay=group["weight_decay"], bias_correction_step=state["step"] if group["bias_correction"] else 0)
+        return loss

@@ -1,0 +1,59 @@
+"""What one rank keeps for one flat buffer."""
+from dataclasses import dataclass, field
+
+import torch
+
+from ds_scape.config import ScapeParams
+from ds_scape.sync.partition import FlatLayout
+from ds_scape.update import tables
+from ds_scape.update.adams import decay_factor
+
+
+@dataclass
+class FlatState:
+    """One flat buffer on one rank. P: elements of a partition; W: world size. ``weight``, ``momentum``, ``square`` share one dtype, the
+    residual's; they and the others are changed in place and may be views of other owners' storage."""
+    layout: FlatLayout
+    copies: torch.Tensor
+    """[W * P], model dtype: the weights that this rank computes with."""
+    residual: torch.Tensor
+    """[W * P]: what this rank has not sent yet, in gradient units."""
+    weight: torch.Tensor
+    """[P]: master weights of the rank's partition."""
+    momentum: torch.Tensor
+    """[P]: AdamS's m."""
+    square: torch.Tensor
+    """[P]: moving average of the rank's own squared gradient; ranks coordinates, nothing else."""
+    last_sync: torch.Tensor
+    """int32 [P]: step of the last synchronisation, 0 before the first."""
+    group: dict
+    """The parameter group: "lr", "betas", "eps", "weight_decay", "density", read afresh in every step."""
+    params: ScapeParams
+    decay: torch.Tensor = field(init=False)
+    """float64 [H + 1] on the host: products of the weight decay factors by age (update/tables.py)."""
+    _tables: tuple = field(default=(None, None), init=False)
+
+    def __post_init__(self):
+        self.max_age = self.params.age_limit(self.group["density"])
+        # A coordinate that is overdue waits for as long as a round through its segment takes: 1.5 / density at most.
+        self.decay = tables.initial_decay(min(2 * self.max_age, self.max_age + int(2 / self.group["density"])) + 2)
+
+    @property
+    def age_tables(self) -> tables.AgeTables:
+        """For the group's present beta1; schedulers may change it."""
+        beta1 = self.group["betas"][0]
+        if self._tables[0] != beta1:
+            self._tables = (beta1, tables.age_tables(self.max_age, beta1, dtype=self.weight.dtype, device=self.weight.device))
+        return self._tables[1]
+
+    def advance_decay(self) -> torch.Tensor | None:
+        """Enters this step's decay; returns the products by age on the weights' device, None if there never was any."""
+        factor = decay_factor(self.group["lr"], self.group["weight_decay"])
+        self.decay = tables.advance_decay(self.decay, factor)
+        if factor == 1.0 and self.decay[-1] == 1.0 and bool((self.decay == 1.0).all()):
+            return None
+        return self.decay.to(self.weight.device, self.weight.dtype)
+
+    def own(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """Rank's partition of a whole buffer, a view."""
+        return whole.narrow(0, rank * self.layout.partition_numel, self.layout.partition_numel)

@@ -1,0 +1,70 @@
+"""Values to their owners, weights back to everyone: both packed by mask, so that only what changes is sent.
+
+Order on the wire: by owner, then by buffer, then by position. Masks come as positions: int64 [k] ascending inside the partition, per owner
+and buffer; None for a buffer that is exchanged whole.
+"""
+import torch
+
+from ds_scape.sync.partition import Layout
+from ds_scape.sync.transport import Transport
+from ds_scape.update import residual as residuals
+
+
+class Positions:
+    """The coordinates of one step, for all owners: what to take from the residuals and where to put the weights."""
+
+    def __init__(self, layout: Layout, masks: list[list[torch.Tensor]] | None):
+        """masks[rank][j]: positions in rank's partition of the j-th buffer that is not full; None for a dense step."""
+        self.dense = masks is None
+        self.splits = layout.splits(self.dense)
+        self.counts = [layout.counts(rank, self.dense) for rank in range(layout.world_size)]
+        self.whole, self.own = [], []           # per buffer: int64 positions in the whole buffer, and per rank in its partition; or None
+        masked = 0
+        for flat in layout.flats:
+            if self.dense or flat.is_full:
+                self.whole.append(None)
+                self.own.append(None)
+                continue
+            parts = [masks[rank][masked] for rank in range(layout.world_size)]
+            self.own.append(parts)
+            self.whole.append(torch.cat([part + rank * flat.partition_numel for rank, part in enumerate(parts)]))
+            masked += 1
+
+    def of(self, rank: int, flat: int) -> torch.Tensor | None:
+        """Positions in rank's partition of a buffer; None: all of it."""
+        return None if self.own[flat] is None else self.own[flat][rank]
+
+
+@torch.no_grad()
+def reduce_to_owners(residual: list[torch.Tensor], positions: Positions, transport: Transport, wire: torch.dtype) -> list[torch.Tensor]:
+    """Takes the chosen values out of every buffer's residual, sends them to their owners and returns, per buffer, the mean over the workers
+    of what this rank owns: [k] in the residual's dtype, summed in rank order."""
+    taken = [residuals.take(r, index, wire) for r, index in zip(residual, positions.whole, strict=True)]
+    received = transport.to_owners(_by_owner(taken, positions.counts), positions.splits, "values")
+    total = received[0].to(residual[0].dtype, copy=True)
+    for row in received[1:]:
+        total.add_(row)
+    return list(total.div_(transport.world_size).split(positions.counts[transport.rank]))
+
+
+@torch.no_grad()
+def gather_weights(copies: list[torch.Tensor], own: list[torch.Tensor], positions: Positions, transport: Transport) -> None:
+    """Sends this rank's changed weights (``own``: per buffer [k], in the copies' dtype) to all and writes everyone's into ``copies``."""
+    longest = max(positions.splits)
+    message = torch.cat(own)
+    received = transport.gather(torch.nn.functional.pad(message, (0, longest - message.numel())), "weights")
+    rows = [received[rank, :split].split(positions.counts[rank]) for rank, split in enumerate(positions.splits)]
+    for flat, (copy, index) in enumerate(zip(copies, positions.whole, strict=True)):
+        values = torch.cat([row[flat] for row in rows])
+        if index is None:
+            copy.copy_(values)
+        else:
+            copy[index] = values
+
+
+def _by_owner(values: list[torch.Tensor], counts: list[list[int]]) -> torch.Tensor:
+    """Per buffer, owners one after another -> per owner, buffers one after another."""
+    if len(values) == 1:
+        return values[0]
+    parts = [v.split([own[flat] for own in counts]) for flat, v in enumerate(values)]
+    return torch.cat([part[owner] for owner in range(len(counts)) for part in parts])

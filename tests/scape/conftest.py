@@ -1,0 +1,11 @@
+"""Small tensors: more threads only wait for each other where several test processes share the machine."""
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="package")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,181 @@
+"""Cases run on every rank by test_flow.py: real collectives against the simulation of all workers, bit for bit after every step."""
+import torch
+import torch.distributed as dist
+
+from ds_scape.update import adams
+from ds_scape.update.scape_rule import step_bound
+from tests.helpers.bits import assert_same_bits
+from tests.scape.flow_helpers import Problem, compare, run
+from zipscape.errors import ZipScapeError
+
+STEPS = 46          # max_age is 40 at density 0.1: overdue coordinates come up
+
+
+def _equal_to_simulation(rank, world_size, steps=STEPS, **settings):
+    step_settings = {key: settings.pop(key) for key in ("max_norm", "loss_scale") if key in settings}
+    return run(Problem(world_size, **settings), steps, dist, rank, **step_settings)
+
+
+def case_fp32(rank, world_size):
+    flow, _ = _equal_to_simulation(rank, world_size)
+    never = sum(int((flat.last_sync <= 1).sum()) for flat in flow.flats)
+    assert never < sum(flat.layout.partition_numel for flat in flow.flats) / 2
+
+
+def case_bf16(rank, world_size):
+    _equal_to_simulation(rank, world_size, dtype=torch.bfloat16)
+
+
+def case_bf16_with_exact_values(rank, world_size):
+    _equal_to_simulation(rank, world_size, dtype=torch.bfloat16, values_dtype="fp32")
+
+
+def case_fp16_with_loss_scale_and_clipping(rank, world_size):
+    _equal_to_simulation(rank, world_size, 25, dtype=torch.float16, loss_scale=8.0, max_norm=0.004)
+
+
+def case_dense_warmup_then_index_masks(rank, world_size):
+    flow, _ = _equal_to_simulation(rank, world_size, 30, densities=(0.02, 1.0, 0.02), dense_warmup_steps=7)
+    assert flow.codec.encoding == "indices"
+
+
+def case_literal_reading(rank, world_size):
+    _equal_to_simulation(rank, world_size, 30, mask_statistic="first_moment", catch_up=False)
+
+
+def case_bits_and_indices_are_equal(rank, world_size):
+    results = [_equal_to_simulation(rank, world_size, 12, mask_encoding=encoding)[0] for encoding in ("bits", "indices")]
+    for a, b in zip(results[0].flats, results[1].flats, strict=True):
+        assert_same_bits(a.copies, b.copies, "copies")
+
+
+def case_density_one_is_dense_adams(rank, world_size):
+    """fp64: to 1e-12. fp32: the mean's rounding in rank order is shared, so the bits are equal. bf16 copies: the masters' rounding."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        problem = Problem(world_size, dtype=dtype, densities=(1.0, 1.0, 1.0), values_dtype="fp32")
+        flow = problem.flow(dist, rank)
+        state = torch.float64 if dtype == torch.float64 else torch.float32
+        weights = [b.to(state) for b in problem.buffers]
+        momenta = [torch.zeros_like(w) for w in weights]
+        for step in range(1, 31):
+            gradients = [problem.gradient(worker, step) for worker in range(world_size)]
+            for f, group in enumerate(problem.groups):
+                mean = gradients[0][f].to(state)
+                for other in gradients[1:]:
+                    mean = mean + other[f].to(state)
+                adams.dense_step(weights[f], momenta[f], mean / world_size, lr=group["lr"], betas=group["betas"], eps=group["eps"],
+                                 weight_decay=group["weight_decay"])
+            assert flow.step(gradients[rank]).dense
+        for flat, weight in zip(flow.flats, weights, strict=True):
+            if dtype == torch.float64:
+                assert float((flat.copies - weight).abs().max()) < 1e-12
+            else:
+                assert_same_bits(flat.copies, weight.to(dtype), f"{dtype}")
+
+
+def case_all_zero_gradients(rank, world_size):
+    flow = Problem(world_size).flow(dist, rank)
+    before = [flat.copies.clone() for flat in flow.flats]
+    for flat in flow.flats:
+        flat.group["weight_decay"] = 0.0
+    for _ in range(50):
+        assert flow.step([torch.zeros_like(flat.copies) for flat in flow.flats]).applied
+    for flat, old in zip(flow.flats, before, strict=True):
+        assert_same_bits(flat.copies, old, "weights that had no gradient")
+
+
+def case_nothing_to_do(rank, world_size):
+    """C109: groups without elements, alone and beside others: nothing divided by zero, nothing sent but the norms and the padding."""
+    for shapes in ([[(0, 4)], [(0,)], [(0, 1), (0,)]], [[(0, 4)], [(64,)], [(90, 4)]]):
+        flow, _ = run(Problem(world_size, shapes=shapes), 6, dist, rank)
+        assert all(torch.isfinite(flat.copies).all() for flat in flow.flats)
+
+
+def case_skipped_step_changes_nothing(rank, world_size):
+    """NaN and infinity on one rank: every rank skips, names it, and goes on as if the step had not been."""
+    problem = Problem(world_size, dtype=torch.bfloat16)
+    flow, simulation = problem.flow(dist, rank), problem.simulation()
+    for step in range(1, 9):
+        gradients = [problem.gradient(worker, step) for worker in range(world_size)]
+        if step in (1, 4, 5):
+            bad = world_size - 1 if step == 4 else 0
+            broken = [g.clone() for g in gradients[rank]]
+            if rank == bad:
+                broken[0][3] = float("nan") if step == 4 else float("-inf")
+            result = flow.step(broken)
+            assert not result.applied and result.nonfinite_ranks == (bad,), result
+        simulation.step([[g.clone() for g in own] for own in gradients])
+        assert flow.step(gradients[rank]).applied
+        compare(flow, simulation, f"step {step}:")
+
+
+def case_masks_are_equal_on_all_ranks(rank, world_size):
+    flow, _ = _equal_to_simulation(rank, world_size, 12, check_masks_every=2)
+    if world_size == 1:
+        return
+    if rank == 0:
+        flow._peek_positions().whole[0][0] += 1
+    else:
+        flow._peek_positions()
+    try:
+        flow.step([torch.zeros_like(flat.copies) for flat in flow.flats])
+    except ZipScapeError as error:
+        assert "masks differ" in str(error)
+    else:
+        raise AssertionError("a wrong mask went unseen")
+
+
+def case_lives_on_one_rank_only_and_trains(rank, world_size):
+    """A tensor whose gradient exists on a rank that does not own it: max_age brings it to its owner, and one step stays in its bound."""
+    problem = Problem(world_size, densities=(0.1, 0.1, 0.1))
+    flow = problem.flow(dist, rank)
+    flat = flow.flats[2]
+    flat.group["weight_decay"] = 0.0
+    start, previous, largest = flat.copies.clone(), flat.copies.clone(), 0.0
+    for step in range(1, 101):
+        gradient = problem.gradient(rank, step)
+        gradient[2] = torch.zeros_like(flat.copies)
+        if rank == world_size - 1:
+            gradient[2][:flat.layout.partition_numel // 2] = 1e-3           # owned by rank 0
+        flow.step(gradient)
+        largest = max(largest, float((flat.copies - previous).abs().max()))
+        previous = flat.copies.clone()
+    moved = (flat.copies - start)[:flat.layout.partition_numel // 2]
+    used = moved[:min(len(moved), 360)]
+    assert bool((used != 0).all()), f"{int((used == 0).sum())} coordinates never trained"
+    assert largest <= flat.group["lr"] * step_bound(flat.age_tables, 0.95) * (1 + 1e-5)
+
+
+def case_bytes_are_the_formulas(rank, world_size):
+    """What is sent follows from shapes alone; counted beneath the transport."""
+    problem = Problem(world_size, dtype=torch.bfloat16)
+    counter = Counting()
+    flow = problem.flow(counter, rank)
+    for step in range(1, 4):
+        counter.sent.clear()
+        flow.step(problem.gradient(rank, step))
+        dense = step == 1
+        splits = flow.layout.splits(dense)
+        values = sum(splits) - splits[rank]
+        expected = [("all_gather_into_tensor", 16 * (world_size - 1)), ("all_to_all_single", 2 * values),
+                    ("all_gather_into_tensor", 2 * max(splits) * (world_size - 1)),
+                    ("all_gather_into_tensor", flow.codec.num_bytes * (world_size - 1))]
+        assert counter.sent == (expected if world_size > 1 else []), (step, counter.sent, expected)
+    sparse, dense = flow.layout.splits(False), flow.layout.splits(True)
+    assert sum(sparse) < 0.25 * sum(dense)
+
+
+class Counting:
+    """torch.distributed with a list of what was called and how many bytes this rank sent to others."""
+
+    def __init__(self):
+        self.sent = []
+
+    def all_gather_into_tensor(self, out, own, **kwargs):
+        self.sent.append(("all_gather_into_tensor", own.numel() * own.element_size() * (dist.get_world_size() - 1)))
+        return dist.all_gather_into_tensor(out, own, **kwargs)
+
+    def all_to_all_single(self, out, own, *, input_split_sizes, **kwargs):
+        num = sum(n for rank, n in enumerate(input_split_sizes) if rank != dist.get_rank())
+        self.sent.append(("all_to_all_single", num * own.element_size()))
+        return dist.all_to_all_single(out, own, input_split_sizes=input_split_sizes, **kwargs)

@@ -89,10 +89,12 @@ __device__ __forceinline__ void store_part(u8* block, u32 present, bool wide, u3
     }
 }
 
-// One warp: the frame's header against the one this call expects.
+// One warp: the frame's header against the one this call expects. A given window is its writer's: any valid one will do.
 __device__ __forceinline__ u32 check_header(const Call& c, const u8* frame) {
-    const u32 word = ((const u32*)frame)[lane_id()];
-    const bool bad = lane_id() == kStatusOffset / 4 ? (word & kOverflowBit) != 0 : word != c.header[lane_id()];
+    const u32 lane = lane_id(), word = ((const u32*)frame)[lane];
+    bool bad = word != c.header[lane];
+    if (lane == kWindowOffset / 4) bad = ((word ^ c.header[lane]) & 0xFFFFFF) != 0 || word >> 24 > (1u << c.g.exponent_bits) - 7;
+    if (lane == kStatusOffset / 4) bad = (word & kOverflowBit) != 0;
     return bad ? kBadHeader : 0;
 }
 

@@ -56,6 +56,7 @@ enum {
     kLaneElems = 32,
     kCodeBytes = 384,            // one packed 3-bit plane of a block
     kHeaderBytes = 128,
+    kWindowOffset = 7,           // one byte, 0 or 1 + given window base
     kStatusOffset = 20,
     kTileHeaderBytes = 16,
     kBlockHeaderBytes = 4,

@@ -253,9 +253,12 @@ def _decode_frame(frame: torch.Tensor, out: torch.Tensor, g: Geometry) -> None:
 
 
 def check_header(data: bytes, g: Geometry) -> None:
-    """Raises FrameError unless the header is the geometry's own, without overflow."""
-    if data[:20] != g.header[:20] or data[24:] != g.header[24:]:
-        at = next(i for i in range(128) if data[i] != g.header[i] and not 20 <= i < 24)
+    """Raises FrameError unless the header is the geometry's own, without overflow. A given window (byte 7) is its writer's: any valid
+    one will do."""
+    if data[7] > (1 << g.exponent_bits) - 7:
+        raise _corrupt("its given window is out of range", got=f"byte 7 = {data[7]}", expected=f"<= {(1 << g.exponent_bits) - 7}")
+    if data[:7] != g.header[:7] or data[8:20] != g.header[8:20] or data[24:] != g.header[24:]:
+        at = next(i for i in range(128) if data[i] != g.header[i] and i != 7 and not 20 <= i < 24)
         raise _corrupt("its header is not what this call expects", got=f"byte {at} = {data[at]}", expected=g.header[at])
     if data[22] & 1:
         raise _corrupt("it is marked as overflowed", got=data[20:24].hex(), expected="bit 16 clear")

@@ -143,6 +143,9 @@ def check_header(frame, h0, h1, h2, h3, h4):
     word = tl.load(u32_at(frame, 0) + i).to(tl.int32, bitcast=True)
     expected = tl.where(i == 0, h0, tl.where(i == 1, h1, tl.where(i == 2, h2, tl.where(i == 3, h3, tl.where(i == 4, h4, 0)))))
     bad = tl.where(i == 5, (word & 65536) != 0, word != expected.to(tl.int32))
+    # byte 7, the given window, is the writer's: any valid one will do. FP16 has dtype code 2 (byte 5) and 5 exponent bits.
+    top = tl.where(((h1 >> 8) & 255) == 2, 25, 249)
+    bad = tl.where(i == 1, (((word ^ expected.to(tl.int32)) & 0xFFFFFF) != 0) | (((word >> 24) & 255) > top), bad)
     return tl.max(tl.where(bad, BAD_HEADER, 0), 0)
 
 

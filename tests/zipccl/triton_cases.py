@@ -67,9 +67,10 @@ def check_corruption(kernels, dtype):
     good = torch.empty(1, fmt.align(g.frame_bytes), dtype=torch.uint8)
     kernels.encode(x, good, torch.empty(1, dtype=torch.int32), g)
     out = torch.empty_like(x)
-    for place in (0, 7, 16, 22, 128, 129, 132, 144, 145, 146, 147, 148, 128 + g.last_codes_offset):
+    flips = [(place, 1 << place % 3) for place in (0, 5, 6, 8, 16, 22, 128, 129, 132, 144, 145, 146, 147, 148, 128 + g.last_codes_offset)]
+    for place, bits in flips + [(7, value) for value in (1, dtype.top_lo + 1, dtype.top_lo + 2, 255)]:           # 7: the given window
         frames = good.clone()
-        frames[0, place] ^= 1 << place % 3
+        frames[0, place] ^= bits
         outcomes = []
         for functions, after in ((kernels, kernels.raise_on_error), (impl_reference, lambda device: None)):
             try:

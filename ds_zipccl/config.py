@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from zipscape.errors import ConfigError, describe
 
 Choice = Literal["adaptive", "always", "never"]
-FAMILIES = ("all_gather", "reduce_scatter")
+FAMILIES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
 
 class CollectiveChoices(BaseModel):
@@ -22,6 +22,16 @@ class CollectiveChoices(BaseModel):
     reduce_scatter: Choice = "adaptive"
     """ZeRO-3's gradient reduction. Same words. "always" also fixes the arithmetic: the rank-order fp32 sum at any world
     size."""
+
+    all_reduce: Choice = "adaptive"
+    """ZeRO-1/2's and DDP's gradient reduction. Same words; the same arithmetic as reduce_scatter."""
+
+    all_to_all: Choice = "adaptive"
+    """MoE's and Ulysses' exchanges, with equal or uneven splits. Decided for every pair of ranks by the size of what goes between
+    them."""
+
+    broadcast: Choice = "adaptive"
+    """Same words."""
 
 
 class ZipcclConfig(BaseModel):

@@ -6,12 +6,14 @@ subclass of what it was. Source of the seam: deepspeed/comm/comm.py (module glob
 """
 import functools
 
+import torch
 import torch.distributed as dist
 from deepspeed.comm import comm as deepspeed_comm
 from deepspeed.comm.torch import disable_compiler_collective
 
 from ds_zipccl.backend import front
 from ds_zipccl.backend.deepspeed_native import NativeCollectives, resolve
+from ds_zipccl.collectives.all_to_all import elems_per_rank
 from ds_zipccl.collectives.registry import Call
 from ds_zipccl.collectives.runtime import Runtime
 
@@ -26,12 +28,16 @@ class ZippedCollectives(NativeCollectives):
 
     zipccl: Runtime
 
-    def _zipccl_run(self, op: str, output, data, group, async_op: bool, native, reduce_op=None):
+    def _zipccl_run(self, op: str, output, data, group, async_op: bool, native, **fields):
         pg = resolve(group)
         if pg is None:
             self.zipccl.native(op, "not_in_group", 0)
             return native()
-        work = front.run(self.zipccl, Call(op, output.detach(), data.detach(), pg, reduce_op))
+        if getattr(pg, "zips_itself", False):           # front (b)'s: never both on one call
+            return native()
+        in_place = data is output
+        output = _detached(output)
+        work = front.run(self.zipccl, Call(op, output, output if in_place else _detached(data), pg, **fields))
         if work is None:
             return native()
         if async_op:
@@ -45,9 +51,43 @@ class ZippedCollectives(NativeCollectives):
         return self._zipccl_run("all_gather_into_tensor", output_tensor, input_tensor, group, async_op, native)
 
     @disable_compiler_collective
+    def all_gather(self, tensor_list, tensor, group=None, async_op=False):
+        native = functools.partial(super().all_gather, tensor_list, tensor, group=group, async_op=async_op)
+        return self._zipccl_run("all_gather", tensor_list, tensor, group, async_op, native)
+
+    @disable_compiler_collective
     def reduce_scatter_tensor(self, output_tensor, input_tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
         native = functools.partial(super().reduce_scatter_tensor, output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        return self._zipccl_run("reduce_scatter_tensor", output_tensor, input_tensor, group, async_op, native, self._reduce_op(op))
+        return self._zipccl_run("reduce_scatter_tensor", output_tensor, input_tensor, group, async_op, native,
+                                reduce_op=self._reduce_op(op))
+
+    @disable_compiler_collective
+    def reduce_scatter(self, output, input_list, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        native = functools.partial(super().reduce_scatter, output, input_list, op=op, group=group, async_op=async_op)
+        return self._zipccl_run("reduce_scatter", output, input_list, group, async_op, native, reduce_op=self._reduce_op(op))
+
+    @disable_compiler_collective
+    def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        native = functools.partial(super().all_reduce, tensor, op=op, group=group, async_op=async_op)
+        return self._zipccl_run("all_reduce", tensor, tensor, group, async_op, native, reduce_op=self._reduce_op(op))
+
+    @disable_compiler_collective
+    def broadcast(self, tensor, src, group=None, async_op=False):
+        native = functools.partial(super().broadcast, tensor, src, group=group, async_op=async_op)
+        return self._zipccl_run("broadcast", tensor, tensor, group, async_op, native, root=_group_rank(group, src))
+
+    @disable_compiler_collective
+    def all_to_all_single(self, output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
+        native = functools.partial(super().all_to_all_single, output, input, output_split_sizes, input_split_sizes, group=group,
+                                   async_op=async_op)
+        return self._zipccl_run("all_to_all_single", output, input, group, async_op, native,
+                                output_splits=elems_per_rank(output, output_split_sizes),
+                                input_splits=elems_per_rank(input, input_split_sizes))
+
+    @disable_compiler_collective
+    def all_to_all(self, output_tensor_list, input_tensor_list, group=None, async_op=False):
+        native = functools.partial(super().all_to_all, output_tensor_list, input_tensor_list, group=group, async_op=async_op)
+        return self._zipccl_run("all_to_all", output_tensor_list, input_tensor_list, group, async_op, native)
 
     def destroy_process_group(self, group=None):
         """Completes what is in flight on the groups that go away, then destroys as before, also if that failed. Without
@@ -61,6 +101,19 @@ class ZippedCollectives(NativeCollectives):
             super().destroy_process_group(group=group)
             if everything:
                 _restore(self)
+
+
+def _detached(tensors):
+    return tensors.detach() if isinstance(tensors, torch.Tensor) else tuple(t.detach() for t in tensors)
+
+
+def _group_rank(group, src: int) -> int | None:
+    """The rank in its group of global rank ``src``; None where that is wrong: the native call says so."""
+    pg = resolve(group)
+    try:
+        return None if pg is None else dist.get_group_rank(pg, src)
+    except ValueError:
+        return None
 
 
 @functools.cache

@@ -3,8 +3,9 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.codec.dtypes import BY_TORCH
-from ds_zipccl.codec.format import layout
+from ds_zipccl.collectives.pairs import reason_for_raw
 from ds_zipccl.collectives.registry import Call, CollectiveSpec
+from ds_zipccl.collectives.views import is_dense
 from ds_zipccl.config import ZipcclConfig
 
 WORTHWHILE = frozenset({torch.bfloat16})        # FP16 and FP32 would gain 14-18 % at best: raw
@@ -15,7 +16,7 @@ REASONS = {
     "dtype": "only BF16 pays",
     "device": "no kernels for this device",
     "reduce_op": "only SUM",
-    "layout": "input or output is not contiguous",
+    "layout": "not contiguous, and the backend refuses that (NCCL), or sparse",
     "shape": "sizes do not fit together: the native call reports it",
     "min_bytes": "smaller than min_bytes",
     "no_gain": "what goes to one peer is so small that its frame would be larger",
@@ -38,26 +39,26 @@ def reason_for_native(config: ZipcclConfig, spec: CollectiveSpec, call: Call) ->
         return "world_size_1"
     if getattr(config.collectives, spec.family) == "never":
         return "never"
-    data, output = call.input, call.output
-    if data.dtype not in WORTHWHILE or data.dtype not in BY_TORCH:
+    if not call.inputs or not call.outputs:
+        return "shape"
+    if call.dtype not in WORTHWHILE or call.dtype not in BY_TORCH:
         return "dtype"
-    if data.device.type not in ("cpu", "cuda") or output.device != data.device:
+    tensors = (*call.inputs, *call.outputs)
+    if call.device.type not in ("cpu", "cuda") or any(t.device != call.device for t in tensors):
         return "device"
+    if any(t.layout != torch.strided for t in tensors):
+        return "layout"
     if not spec.shapes_match(call):
         return "shape"
     if call.reduce_op is not None and call.reduce_op != dist.ReduceOp.SUM:
         return "reduce_op"
-    if not (data.is_contiguous() and output.is_contiguous()) or data.layout != torch.strided:
+    if not all(map(is_dense, tensors)) and not all(map(_is_copyable, tensors)):
         return "layout"
-    whole_numel = spec.whole_numel(call)
-    whole_bytes = whole_numel * data.element_size()
-    if whole_bytes < max(config.min_bytes, 1):
-        return "min_bytes"
-    row_numel = whole_numel // world_size
-    if layout(BY_TORCH[data.dtype], row_numel).frame_bytes >= row_numel * data.element_size():
-        return "no_gain"
-    if 2 * whole_bytes > config.max_workspace_bytes:        # two sets of frames, each no larger than the tensor
-        return "max_workspace_bytes"
-    if data.is_cuda and torch.cuda.is_current_stream_capturing():
+    if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "graph_capture"
-    return None
+    return None if spec.pairwise else reason_for_raw(spec.row_numel(call), call.dtype, spec.whole_numel(call), config)
+
+
+def _is_copyable(t: torch.Tensor) -> bool:
+    """Gloo takes tensors of any strides; NCCL refuses them. Elements that share memory cannot be written."""
+    return not t.is_cuda and all(stride or size < 2 for stride, size in zip(t.stride(), t.shape, strict=True))

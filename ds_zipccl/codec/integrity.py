@@ -1,4 +1,6 @@
 """Codecs that check what they move, for the setting ``integrity``. They read on the host: a means to find faults, not for speed."""
+from dataclasses import dataclass, replace
+
 import torch
 
 from ds_zipccl.codec.codec import Codec, seal, unseal
@@ -10,9 +12,11 @@ def _rows(num_rows: int, skip: int) -> list[int]:
     return [row for row in range(num_rows) if row != skip]
 
 
+@dataclass(frozen=True)
 class SealedCodec(Codec):
     """Every frame carries a CRC-32 of its bytes, verified before it is decoded: what was damaged on the way raises FrameError that names
-    the row, which is the rank it came from."""
+    the rank it came from: row 0 is from ``first_rank``, the next from the next."""
+    first_rank: int = 0
 
     def encode(self, rows: torch.Tensor, frames: torch.Tensor, status: torch.Tensor, skip: int = -1) -> None:
         super().encode(rows, frames, status, skip)
@@ -24,7 +28,7 @@ class SealedCodec(Codec):
             try:
                 unseal(frames[row, :self.frame_bytes])
             except FrameError as error:
-                raise FrameError(f"{error} Where: the frame from rank {row} of the group.") from None
+                raise FrameError(f"{error} Where: the frame from rank {self.first_rank + row} of the group.") from None
 
     def decode(self, frames: torch.Tensor, rows: torch.Tensor, skip: int = -1) -> None:
         self._unseal(frames, skip)
@@ -57,3 +61,8 @@ class ProvenCodec(Codec):
 
 
 CODECS = {"off": Codec, "checksum": SealedCodec, "roundtrip": ProvenCodec}
+
+
+def for_rank(codec: Codec, first_rank: int) -> Codec:
+    """The codec for frames of which the first comes from rank ``first_rank`` of the group."""
+    return replace(codec, first_rank=first_rank) if isinstance(codec, SealedCodec) else codec

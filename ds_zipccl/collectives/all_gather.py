@@ -1,12 +1,20 @@
-"""all_gather_into_tensor: every rank encodes its own piece once; all gather frames and decode the others' pieces."""
+"""all_gather_into_tensor and all_gather (list): every rank encodes its own piece once; all gather frames and decode the others'
+pieces."""
 import torch
+import torch.distributed as dist
 
+from ds_zipccl.codec.integrity import for_rank
+from ds_zipccl.collectives.launch import frames_bytes
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
 from ds_zipccl.collectives.transport import all_gather_bytes, native_all_gather
+from ds_zipccl.collectives.views import as_rows, equal_numels, flat, gaussians
 
 
-def _rows(call: Call) -> torch.Tensor:
-    return call.output.view(-1).view(call.world_size, call.input.numel())
+def _rows(call: Call) -> list[torch.Tensor]:
+    """The place of every rank's piece in the output."""
+    if isinstance(call.output, tuple):
+        return [flat(t) for t in call.outputs]
+    return list(flat(call.output).view(call.world_size, -1).unbind(0))
 
 
 def _zipped(call: Call, launch, codec):
@@ -17,44 +25,64 @@ def _zipped(call: Call, launch, codec):
     """
     frames = launch.take_frames(codec, call.world_size)
     own = frames[call.rank]
-    launch.encode(codec, call.input.view(1, -1), own.view(1, -1))
+    launch.encode(codec, flat(call.input).view(1, -1), own.view(1, -1))
     work = all_gather_bytes(frames.view(-1), own, call.group)
 
     def finish():
         rows = _rows(call)
-        codec.decode(frames, rows, skip=call.rank)
+        whole = as_rows(rows)
+        if whole is not None:
+            codec.decode(frames, whole, skip=call.rank)
+        else:
+            for rank, row in enumerate(rows):
+                if rank != call.rank:
+                    for_rank(codec, rank).decode(frames[rank:rank + 1], row.view(1, -1))
         _copy_own(call, rows)
 
     return work, finish
 
 
-def _copy_own(call: Call, rows: torch.Tensor) -> None:
+def _copy_own(call: Call, rows) -> None:
     own = rows[call.rank]
     if own.data_ptr() != call.input.data_ptr():
-        own.copy_(call.input.view(-1))
+        own.copy_(flat(call.input))
 
 
 def _resend(call: Call, launch) -> None:
-    gathered = torch.empty_like(call.output).view(-1)
-    launch.side.all_gather(gathered.view(torch.uint8), call.input.contiguous().view(-1).view(torch.uint8)).wait()
-    call.output.view(-1).copy_(gathered)
-
-
-def _native(call: Call):
-    return native_all_gather(call.output, call.input, call.group)
+    gathered = torch.empty(call.world_size, call.input.numel(), dtype=call.dtype, device=call.device)
+    launch.bulk.all_gather(gathered.view(-1).view(torch.uint8), flat(call.input).view(torch.uint8)).wait()
+    for row, data in zip(_rows(call), gathered, strict=True):
+        row.copy_(data)
 
 
 def _make_tensors(rank: int, world_size: int, row_numel: int, dtype: torch.dtype, device):
-    """(output, input) whose gather is known: random bits seeded by the rank."""
-    generator = torch.Generator("cpu").manual_seed(1000 + rank)
-    data = (torch.randn(row_numel, generator=generator, device="cpu") * 0.02).to(dtype).to(device)
-    return torch.empty(world_size * row_numel, dtype=dtype, device=device), data
+    return torch.empty(world_size * row_numel, dtype=dtype, device=device), gaussians(1000 + rank, row_numel, dtype, device)
 
+
+def _make_lists(rank: int, world_size: int, row_numel: int, dtype: torch.dtype, device):
+    output, data = _make_tensors(rank, world_size, row_numel, dtype, device)
+    return output.split(row_numel), data
+
+
+def _others(call: Call) -> int:
+    return call.world_size - 1
+
+
+_COMMON = dict(
+    family="all_gather", reduces=False, row_numel=lambda call: call.input.numel(),
+    whole_numel=lambda call: call.input.numel() * call.world_size,
+    raw_bytes=lambda call: call.input.nbytes * _others(call), frames_sent=_others,
+    wire_bytes=lambda call: frames_bytes(call.dtype, call.input.numel(), _others(call)),
+    zipped=_zipped, resend=_resend, bus_factor=lambda world: (world - 1) / world)
 
 SPEC = register(CollectiveSpec(
-    name="all_gather_into_tensor", family="all_gather", reduces=False,
-    row_numel=lambda call: call.input.numel(),
-    whole_numel=lambda call: call.output.numel(),
+    name="all_gather_into_tensor",
     shapes_match=lambda call: call.output.numel() == call.input.numel() * call.world_size and call.output.dtype == call.input.dtype,
-    native=_native, zipped=_zipped, resend=_resend,
-    bus_factor=lambda world: (world - 1) / world, make_tensors=_make_tensors))
+    native=lambda call: native_all_gather(call.output, call.input, call.group),
+    make_tensors=_make_tensors, **_COMMON))
+
+LIST = register(CollectiveSpec(
+    name="all_gather",
+    shapes_match=lambda call: equal_numels(call.outputs, call, call.input.numel()),
+    native=lambda call: dist.all_gather(list(call.outputs), call.input, group=call.group, async_op=True),
+    make_tensors=_make_lists, **_COMMON))

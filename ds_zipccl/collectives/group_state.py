@@ -1,4 +1,4 @@
-"""What is remembered per process group: calls in flight, capacities, the switch's decisions, the side channel."""
+"""What is remembered per process group: calls in flight, capacities, the switch's decisions, the side channels."""
 import functools
 import threading
 
@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.collectives.capacity import Capacity
+from ds_zipccl.collectives.completer import Completer
 from ds_zipccl.collectives.transport import SideChannel
 from ds_zipccl.collectives.work import Pending
 
@@ -19,11 +20,27 @@ class GroupState:
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group = group
         self.side = SideChannel(group, device)
+        self.completer = Completer(device)
         self._device = device
         self.capacities: dict[tuple, Capacity] = {}
+        self._pair_capacities: dict[tuple, Capacity] = {}
         self.decisions: dict[tuple, bool] = {}
+        self.num_asked, self.answers = 0, None          # all-to-alls before the switch knows pieces that could be zipped
+        self._pairs_connected = False
         self._in_flight: list[Pending] = []        # in launch order
         self._lock = threading.RLock()
+
+    @functools.cached_property
+    def bulk(self) -> SideChannel:
+        """For resends and what else must not mix with other calls on the group. Made when first needed, in launch order."""
+        return SideChannel(self.group, self._device, "bulk")
+
+    def connect_pairs(self) -> None:
+        """Before the first call in which pairs of ranks have channels to themselves: all ranks at the same point."""
+        if not self._pairs_connected:
+            self.side.connect()
+            self.bulk.connect()
+            self._pairs_connected = True
 
     @functools.cached_property
     def status_stream(self) -> torch.cuda.Stream | None:
@@ -38,6 +55,16 @@ class GroupState:
         self.capacities[key] = capacity
         if len(self.capacities) > MAX_CLASSES:
             del self.capacities[next(iter(self.capacities))]
+        return capacity
+
+    def pair_capacity(self, op: str, peer: int, outgoing: bool, dtype: torch.dtype, numel: int, first_spill: float) -> Capacity:
+        """The class of what goes to or comes from ``peer``; sizes of one power of two share it, since uneven ones change with every call.
+        Both ends of the pair keep the same: they see the same words. Never forgotten: there are few, and the ends could not agree
+        which."""
+        key = op, peer, outgoing, dtype, numel.bit_length()
+        capacity = self._pair_capacities.get(key)
+        if capacity is None:
+            capacity = self._pair_capacities[key] = Capacity.of(numel, dtype.itemsize, first_spill)
         return capacity
 
     def add(self, pending: Pending) -> None:
@@ -79,7 +106,10 @@ class GroupState:
                 except Exception as error:
                     failures.append(error)
             self._in_flight.clear()
-            self.side.close()
+        self.completer.close()              # not under the lock: its thread may need it to get through its last call
+        self.side.close()
+        if "bulk" in self.__dict__:
+            self.bulk.close()
         if failures:
             raise failures[0]
 

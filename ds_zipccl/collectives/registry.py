@@ -1,4 +1,4 @@
-"""What a collective is to the rest of the library. One file per collective registers one spec; tests and benchmarks
+"""What a collective is to the rest of the library. One file per collective registers its specs; tests and benchmarks
 loop over them."""
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,15 +6,25 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+Tensors = torch.Tensor | tuple[torch.Tensor, ...]
+
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a collective, as the user made it. ``group`` is never None here; tensors are detached."""
+    """One call of a collective, as the user made it. ``group`` is never None here; tensors are detached.
+
+    ``output`` and ``input`` are tensors, or tuples of one tensor per rank where torch's form takes a list; in place: the same tensor.
+    ``input_splits``, ``output_splits``: elements per rank of an uneven all_to_all_single, None: equal. ``root``: rank in the group that
+    a broadcast starts from.
+    """
     op: str
-    output: torch.Tensor
-    input: torch.Tensor
+    output: Tensors
+    input: Tensors
     group: dist.ProcessGroup
     reduce_op: object = None
+    input_splits: tuple[int, ...] | None = None
+    output_splits: tuple[int, ...] | None = None
+    root: int | None = None
 
     @property
     def rank(self) -> int:
@@ -24,20 +34,43 @@ class Call:
     def world_size(self) -> int:
         return self.group.size()
 
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return self.input if isinstance(self.input, tuple) else (self.input,)
+
+    @property
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        return self.output if isinstance(self.output, tuple) else (self.output,)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.inputs[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs[0].device
+
 
 @dataclass(frozen=True)
 class CollectiveSpec:
     """A collective that can be zipped.
 
     ``family``: its key in the configuration's ``collectives``. ``reduces``: whether arithmetic is done.
-    ``row_numel(call)``: elements that go to one peer, the size of one frame; ``whole_numel(call)``: elements of the
-    whole tensor (gather output, scatter input). ``shapes_match(call)``: whether output and input fit together.
-    ``native(call)``: the torch collective, asynchronous, returns a Work. ``zipped(call, launch, codec)``: encodes and
-    queues the payload; returns its Work and the function that fills the output. ``resend(call, launch)``: the same
-    result over the side channel without frames. ``uncompressed(call)``: the same result on the call's own group without
-    frames, where that differs from native. ``bus_factor(world)``: busbw = algbw x factor, as in nccl-tests.
-    ``make_tensors(rank, world, row_numel, dtype, device)``: (output, input) whose result is exact in any order of
-    summation. ``first_spill``: room in the sub-pools before anything is known of the data, as a share of the raw bytes.
+    ``row_numel(call)``: elements in one frame (all_to_all: in the largest); ``whole_numel(call)``: elements of the whole tensor
+    (gather output, scatter input). ``shapes_match(call)``: whether output and input fit together.
+    ``raw_bytes(call)``: what this rank sends natively; ``wire_bytes(call)``: what it sends zipped, status words included, while the call's
+    classes are new and nothing overflows. ``frames_sent(call)``: how many frames of ``row_numel`` elements that is.
+    ``native(call)``: the torch collective, asynchronous, returns a Work.
+    ``zipped(call, launch, codec)``: encodes and queues the payload; returns its Work and the function that fills the output.
+    ``resend(call, launch)``: the same result over the bulk channel without frames. ``gather_words(call, launch)``: queues the status
+    words, returns (words, Work); None: every rank sees every rank's.
+    ``start(spec, call, launch)``: in place of these three, where not all frames are alike: see ``launch.Started``.
+    ``uncompressed(call)``: the same result on the call's own group without frames, where that differs from native.
+    ``pairwise``: what goes from one rank to another is those two ranks' affair alone (sizes, status, capacity, resend).
+    ``bus_factor(world)``: busbw = algbw x factor, as in nccl-tests.
+    ``make_tensors(rank, world, row_numel, dtype, device)``: new (output, input) whose result is exact in any order of summation, equal
+    ones at every call; about ``row_numel`` elements go to one peer. ``rooted``: a call has a root. ``first_spill``: room in the
+    sub-pools before anything is known of the data, as a share of the raw bytes.
     """
     name: str
     family: str
@@ -45,13 +78,25 @@ class CollectiveSpec:
     row_numel: Callable[[Call], int]
     whole_numel: Callable[[Call], int]
     shapes_match: Callable[[Call], bool]
+    raw_bytes: Callable[[Call], int]
     native: Callable[[Call], dist.Work]
-    zipped: Callable
-    resend: Callable
     bus_factor: Callable[[int], float]
-    make_tensors: Callable
+    make_tensors: Callable[..., tuple[Tensors, Tensors]]
+    wire_bytes: Callable[[Call], int]
+    frames_sent: Callable[[Call], int] | None = None
+    zipped: Callable | None = None
+    resend: Callable | None = None
+    gather_words: Callable | None = None
+    start: Callable | None = None
     uncompressed: Callable[[Call], None] | None = None
+    pairwise: bool = False
+    rooted: bool = False
     first_spill: float = 0.0
+
+    def make_call(self, group: dist.ProcessGroup, row_numel: int, dtype: torch.dtype, device) -> Call:
+        """A call with new tensors of ``make_tensors``; the root is the last rank."""
+        output, data = self.make_tensors(group.rank(), group.size(), row_numel, dtype, device)
+        return Call(self.name, output, data, group, root=group.size() - 1 if self.rooted else None)
 
 
 _SPECS: dict[str, CollectiveSpec] = {}

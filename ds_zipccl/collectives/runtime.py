@@ -1,47 +1,23 @@
 """Carries out calls: decides native or zipped, runs the chosen path, keeps the counters. Knows no host framework."""
+import functools
 import logging
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.codec.codec import Codec
-from ds_zipccl.codec.integrity import CODECS
-from ds_zipccl.collectives import all_gather, reduce_scatter, switch  # noqa: F401  importing a collective registers it
-from ds_zipccl.collectives.capacity import Capacity
+from ds_zipccl.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, switch  # noqa: F401  importing registers
+from ds_zipccl.collectives import launch as launching
 from ds_zipccl.collectives.group_state import GroupState
+from ds_zipccl.collectives.launch import STATUS_BYTES, Launch  # noqa: F401  others count status words too
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, specs
+from ds_zipccl.collectives.views import contiguous
 from ds_zipccl.collectives.work import DoneWork, Pending, ZipWork
 from ds_zipccl.collectives.workspace import Workspace
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.stats import Stats
 
 log = logging.getLogger("ds_zipccl")
-STATUS_BYTES = 4
-
-
-class _Launch:
-    """What a collective needs while it is launched: the group's side channel, frames from the workspace, the
-    encoder."""
-
-    def __init__(self, runtime: "Runtime", state: GroupState, device: torch.device):
-        self.side = state.side
-        self.status = torch.zeros(1, dtype=torch.int32, device=device)
-        self._workspace, self._device, self._taken = runtime.workspace, device, []
-
-    def take_frames(self, codec: Codec, num_rows: int) -> torch.Tensor:
-        """Frames [num_rows, frame_bytes] that go back to the workspace when the call is finished."""
-        buffer = self._workspace.take(num_rows * codec.frame_bytes, self._device)
-        self._taken.append(buffer)
-        return buffer.view(num_rows, codec.frame_bytes)
-
-    def encode(self, codec: Codec, rows: torch.Tensor, frames: torch.Tensor, skip: int = -1) -> None:
-        codec.encode(rows, frames, self.status, skip)
-
-    def release(self) -> None:
-        for buffer in self._taken:
-            self._workspace.give(buffer)
-
-
 class Runtime:
     """One per process and configuration. All methods are called with tensors of one device type."""
 
@@ -61,20 +37,21 @@ class Runtime:
         the same order.
         """
         spec = self._specs[call.op]
-        raw_bytes = spec.row_numel(call) * call.input.element_size() * (call.world_size - 1)
         self.settle(call.group)
         if reason is None:
-            state = self._state(call)
+            state = self.state(call.group, call.device)
             reason = self._choose(spec, call, state)
         if reason is None:
-            spill = self._capacity(spec, call, state).next_call()
-            if spill is not None:
-                return self._launch(spec, call, state, spill, raw_bytes)
-            reason = "incompressible"
-        self.native(call.op, reason, raw_bytes)
+            inner, store = contiguous(call)
+            started = self._start(spec, inner, state, call.outputs, store)
+            if not isinstance(started, str):
+                return started
+            reason = started
+        self.native(call.op, reason, spec.raw_bytes(call))
         if reason == "incompressible" and spec.reduces and call.world_size > 2:
-            spec.uncompressed(call)             # the arithmetic must not depend on whether the data compresses
-            return DoneWork()
+            spec.uncompressed(inner)            # the arithmetic must not depend on whether the data compresses
+            store()
+            return DoneWork(call.outputs)
         return None
 
     def native(self, op: str, reason: str, raw_bytes: int) -> None:
@@ -107,12 +84,12 @@ class Runtime:
         if failures:
             raise failures[0]
 
-    def _state(self, call: Call) -> GroupState:
+    def state(self, group: dist.ProcessGroup, device: torch.device) -> GroupState:
         """A group may serve CPU and GPU tensors; each kind needs a side channel of its own."""
-        states = self._groups.setdefault(call.group.group_name, {})
-        state = states.get(call.input.device.type)
-        if state is None or state.group is not call.group:
-            state = states[call.input.device.type] = GroupState(call.group, call.input.device)
+        states = self._groups.setdefault(group.group_name, {})
+        state = states.get(device.type)
+        if state is None or state.group is not group:
+            state = states[device.type] = GroupState(group, device)
         return state
 
     def _choose(self, spec: CollectiveSpec, call: Call, state: GroupState) -> str | None:
@@ -122,65 +99,65 @@ class Runtime:
             return None
         if spec.reduces and call.world_size > 2 and self.config.deterministic_reduce:
             return "deterministic_reduce"
-        key = (call.op, call.input.dtype, switch.size_class(spec.whole_numel(call) * call.input.element_size()))
+        run_zipped = functools.partial(self._run_to_end, spec, state=state)
+        if spec.pairwise:
+            return None if switch.any_pair_is_faster(spec, call, run_zipped, state, self.config) else "native_is_faster"
+        key = (call.op, call.dtype, switch.size_class(spec.whole_numel(call) * call.dtype.itemsize))
         if key not in state.decisions:
-            state.decisions[key] = switch.probe(spec, call, lambda test: self._run_to_end(spec, test, state), state.side)
+            state.decisions[key] = switch.probe(spec, call, run_zipped, state.side)
             log.info("%s of about %d bytes on group %s: %s", call.op, 1 << key[2], call.group.group_name,
                      "zipped" if state.decisions[key] else "native")
         return None if state.decisions[key] else "native_is_faster"
 
-    @staticmethod
-    def _capacity(spec: CollectiveSpec, call: Call, state: GroupState) -> Capacity:
-        return state.capacity(call.op, call.input.dtype, spec.row_numel(call), spec.first_spill)
+    def _launch(self, spec: CollectiveSpec, call: Call, state: GroupState, trial: bool = False) -> Launch:
+        return Launch(config=self.config, choice=getattr(self.config.collectives, spec.family), kernels=self.kernels[call.device.type],
+                      workspace=self.workspace, state=state, device=call.device, trial=trial)
 
-    def _codec(self, spec: CollectiveSpec, call: Call, spill_per_tile: int) -> Codec:
-        device_type = call.input.device.type
-        return CODECS[self.config.integrity].of(call.input.dtype, spec.row_numel(call), device_type, spill_per_tile=spill_per_tile,
-                        kernels=self.kernels[device_type])
+    def _start(self, spec: CollectiveSpec, call: Call, state: GroupState, outputs, store) -> ZipWork | str:
+        """Launches a zipped call, or returns the reason why not. ``store()``: fills the user's ``outputs`` from the call's."""
+        launch = self._launch(spec, call, state)
+        started = launching.start(spec, call, launch)
+        if isinstance(started, str):
+            return started
 
-    def _launch(self, spec: CollectiveSpec, call: Call, state: GroupState, spill_per_tile: int, raw_bytes: int) -> ZipWork:
-        codec = self._codec(spec, call, spill_per_tile)
-        pending = self._pending(spec, call, state, codec, raw_bytes)
+        def on_words(words: list[int]) -> None:
+            resent_bytes = started.on_words(words)
+            if resent_bytes is not None:
+                self.stats.overflow(call.op, resent_bytes)
+
+        def finish() -> None:
+            started.finish()
+            store()
+
+        pending = self._pending(call, state, launch, replace(started, on_words=on_words, finish=finish), outputs)
         state.add(pending)
-        self.stats.zipped(call.op, raw_bytes, (codec.frame_bytes + STATUS_BYTES) * (call.world_size - 1))
+        self.stats.zipped(call.op, started.raw_bytes, started.wire_bytes)
         return ZipWork(pending, state)
 
-    def _pending(self, spec: CollectiveSpec, call: Call, state: GroupState, codec: Codec, raw_bytes: int) -> Pending:
-        device = call.input.device
-        launch = _Launch(self, state, device)
-        words = torch.empty(call.world_size, dtype=torch.int32, device=device)
-        payload_work, finish = spec.zipped(call, launch, codec)
-        status_work = state.side.all_gather(words, launch.status)
+    @staticmethod
+    def _pending(call: Call, state: GroupState, launch: Launch, started: launching.Started, outputs=()) -> Pending:
 
-        def settled(need: int, overflow: bool) -> None:
-            self._capacity(spec, call, state).observe(need, overflow)
-            if overflow:
-                self.stats.overflow(call.op, raw_bytes)
+        def keep_inputs(step):
+            """``step``, which reads the inputs, perhaps on another stream than the one they were allocated on."""
 
-        def keep_input() -> None:
-            if device.type == "cuda":       # read here, perhaps on another stream than the one it was allocated on
-                call.input.record_stream(torch.cuda.current_stream(device))
+            def run(*args):
+                result = step(*args)
+                if call.device.type == "cuda":
+                    for t in call.inputs:
+                        t.record_stream(torch.cuda.current_stream(call.device))
+                return result
 
-        def finish_on_this_stream() -> None:
-            finish()
-            keep_input()
+            return run
 
-        def resend_on_this_stream() -> None:
-            spec.resend(call, launch)
-            keep_input()
+        return Pending(words=started.words, status_work=started.status_work, payload_work=started.payload_work,
+                       finish=keep_inputs(started.finish), on_words=keep_inputs(started.on_words), release=launch.release,
+                       outputs=outputs, status_stream=state.status_stream)
 
-        return Pending(words=words, status_work=status_work, payload_work=payload_work, finish=finish_on_this_stream,
-                       resend=resend_on_this_stream, on_settled=settled, release=launch.release,
-                       status_stream=state.status_stream)
-
-    def _run_to_end(self, spec: CollectiveSpec, call: Call, state: GroupState) -> None:
-        """A zipped call that is not counted and leaves no trace in the capacities: for probes."""
-        codec = self._codec(spec, call, Capacity.of(spec.row_numel(call), call.input.element_size(), spec.first_spill).spill_per_tile)
-        launch = _Launch(self, state, call.input.device)
-        payload_work, finish = spec.zipped(call, launch, codec)
-        words = torch.empty(call.world_size, dtype=torch.int32, device=call.input.device)
-        state.side.all_gather(words, launch.status).wait()
-        words.tolist()
-        payload_work.wait()
-        finish()
-        launch.release()
+    def _run_to_end(self, spec: CollectiveSpec, call: Call, state: GroupState) -> bool:
+        """A zipped call that is not counted and leaves no trace in the capacities, for probes; False where it is none."""
+        launch = self._launch(spec, call, state, trial=True)
+        started = launching.start(spec, call, launch)
+        if isinstance(started, str):
+            return False
+        self._pending(call, state, launch, started).finish()
+        return True

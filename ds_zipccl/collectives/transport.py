@@ -1,4 +1,4 @@
-"""Moves bytes: payloads over the caller's own group, small agreements and resends over a side channel of the same
+"""Moves bytes: payloads over the caller's own group, small agreements and resends over side channels of the same
 ranks."""
 from datetime import timedelta
 
@@ -31,6 +31,57 @@ def all_to_all_bytes(out: torch.Tensor, rows: torch.Tensor, group: dist.ProcessG
     return dist.all_to_all_single(out, rows, group=group, async_op=True)
 
 
+def broadcast_bytes(data: torch.Tensor, root: int, group: dist.ProcessGroup) -> dist.Work:
+    """Asynchronous broadcast of uint8 ``data`` on ``group`` from rank ``root`` of the group."""
+    return dist.broadcast(data, group=group, async_op=True, group_src=root)
+
+
+def exchange_bytes(received: list[torch.Tensor], sent: list[torch.Tensor], group: dist.ProcessGroup) -> dist.Work:
+    """Asynchronous exchange on ``group``: ``sent[r]`` goes to rank r, ``received[r]`` comes from it; flat uint8 of any sizes.
+
+    Meets a native all_to_all_single that has the same bytes in every pair, also one with equal splits. Pieces that lie one after another
+    in memory are not copied; others are on a CPU.
+    """
+    whole_in, whole_out = _adjoining(received), _adjoining(sent)
+    if (whole_in is None or whole_out is None) and sent[0].is_cuda:
+        return dist.all_to_all(received, sent, group=group, async_op=True)
+    buffer = torch.empty(sum(t.numel() for t in received), dtype=torch.uint8, device=received[0].device) if whole_in is None else whole_in
+    work = dist.all_to_all_single(buffer, torch.cat(sent) if whole_out is None else whole_out, [t.numel() for t in received],
+                                  [t.numel() for t in sent], group=group, async_op=True)
+    return work if whole_in is not None else _Unpacked(work, buffer, received)
+
+
+def _adjoining(pieces: list[torch.Tensor]) -> torch.Tensor | None:
+    """The one flat tensor that the pieces are consecutive parts of, or None."""
+    present = [piece for piece in pieces if piece.numel()]
+    if not present:
+        return pieces[0][:0]
+    first, end = present[0], present[0].storage_offset()
+    storage = first.untyped_storage().data_ptr()
+    for piece in present:
+        if piece.untyped_storage().data_ptr() != storage or piece.storage_offset() != end:
+            return None
+        end += piece.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))
+
+
+class _Unpacked(dist.Work):
+    """An exchange (CPU) whose bytes go from one buffer to their places in ``wait``. Waited for once."""
+
+    def __init__(self, work: dist.Work, buffer: torch.Tensor, pieces: list[torch.Tensor]):
+        super().__init__()
+        self._work, self._buffer, self._pieces = work, buffer, pieces
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._work.wait()
+        for piece, data in zip(self._pieces, self._buffer.split([piece.numel() for piece in self._pieces]), strict=True):
+            piece.copy_(data)
+        return True
+
+
 def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """How long the group itself waits for its ranks."""
     try:
@@ -43,33 +94,84 @@ class SideChannel:
     """A communicator of its own over the ranks of ``group``, made from the group's store: no global state, no torch
     group.
 
-    Agreements go through it so that they neither wait behind payloads nor disturb their order; resends after an
-    overflow too, so that they cannot mix with calls on the group that do not pass through this library. Every rank of
-    the group must construct it at the same point of its call sequence.
+    Agreements go through one so that they neither wait behind payloads nor disturb their order; resends after an overflow through
+    another, so that they cannot mix with calls on the group that do not pass through this library. Every rank of the group must construct
+    it at the same point of its call sequence. ``purpose`` names it in the store.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, purpose: str = "side"):
         rank, size = group.rank(), group.size()
+        self._rank, self._device = rank, device
+        store, prefix = group.get_group_store(), f"zipccl/{purpose}/{device.type}/{group.group_name}"
         # No key of the store is used twice. The store counts, not the process: a later group of the same name may have other ranks.
-        generation = (group.get_group_store().add(f"zipccl/side/{group.group_name}/arrivals", 1) - 1) // size
-        store = dist.PrefixStore(f"zipccl/side/{group.group_name}/{generation}", group.get_group_store())
+        generation = (store.add(f"{prefix}/arrivals", 1) - 1) // size
+        store = dist.PrefixStore(f"{prefix}/{generation}", store)
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _timeout(group, device)
             self._backend = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             self._backend = dist.ProcessGroupGloo(store, rank, size, _timeout(group, device))
+        self._size, self._tags, self._idle = size, {}, None
+
+    def connect(self) -> None:
+        """Connects all ranks now, which the first call does otherwise: before calls in which only some take part."""
+        if self._device.type == "cuda":
+            word = torch.zeros(1, dtype=torch.int32, device=self._device)
+            self.all_gather(torch.empty(self._size, dtype=torch.int32, device=self._device), word).wait()
 
     def all_gather(self, out: torch.Tensor, own: torch.Tensor) -> dist.Work:
         """Asynchronous; ``out`` [size * n], ``own`` [n]."""
         return self._backend._allgather_base(out, own)
 
-    def close(self) -> None:
-        """Ends the communicator. All ranks of the group at the same point, with nothing in flight."""
-        shutdown = getattr(self._backend, "shutdown", None)      # older torch: dropping the object ends it
-        if shutdown is not None:
-            shutdown()
-
     def all_to_all(self, out: torch.Tensor, rows: torch.Tensor) -> dist.Work:
         """Asynchronous, equal pieces."""
         return self._backend.alltoall_base(out, rows, [], [])
+
+    def broadcast(self, data: torch.Tensor, root: int) -> dist.Work:
+        """Asynchronous, from rank ``root`` of the group."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        return self._backend.broadcast([data], options)
+
+    def exchange_words(self, out: torch.Tensor, words: torch.Tensor, out_counts: list[int], counts: list[int]) -> dist.Work | None:
+        """Asynchronous: ``counts[r]`` of ``words`` go to rank r, ``out_counts[r]`` come from it. None: nothing to wait for.
+
+        NCCL leaves out pairs without words, gloo sends empty messages: there every rank takes part, also one without any.
+        """
+        idle = not (out.numel() or words.numel())
+        if idle and self._device.type == "cuda":
+            return None
+        work = self._backend.alltoall_base(out, words, out_counts, counts)
+        if idle:
+            self._idle = work
+        return None if idle else work
+
+    def exchange_pairs(self, received: dict[int, torch.Tensor], sent: dict[int, torch.Tensor]) -> None:
+        """Sends ``sent[r]`` to rank r and fills ``received[r]`` from it; only the two ends of a pair take part. Returns when that is done
+        (GPU: queued on the current stream)."""
+        if not (received or sent):
+            return
+        if self._device.type == "cuda":
+            empty = torch.empty(0, dtype=torch.uint8, device=self._device)
+            pieces = [[part.get(r, empty) for r in range(self._size)] for part in (received, sent)]
+            self._backend.alltoall(*pieces).wait()
+            return
+        works = [self._backend.recv([data], peer, self._tag(peer, self._rank)) for peer, data in received.items()]
+        works += [self._backend.send([data], peer, self._tag(self._rank, peer)) for peer, data in sent.items()]
+        for work in works:
+            work.wait()
+
+    def _tag(self, source: int, target: int) -> int:
+        """Both ends count the messages of their pair: one that failed cannot be taken for the next."""
+        self._tags[source, target] = self._tags.get((source, target), 0) + 1
+        return self._tags[source, target] & 0x7FFFFFFF
+
+    def close(self) -> None:
+        """Ends the communicator. All ranks of the group at the same point, with nothing in flight."""
+        if self._idle is not None:
+            self._idle.wait()
+            self._idle = None
+        shutdown = getattr(self._backend, "shutdown", None)      # older torch: dropping the object ends it
+        if shutdown is not None:
+            shutdown()

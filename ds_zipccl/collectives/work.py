@@ -5,46 +5,43 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.codec.format import OVERFLOW_BIT, spill_need_bytes
-
 
 class Pending:
     """A zipped call in flight on one group. Owned by the group's queue; at most one thread works on it at a time.
 
-    Life: launched -> settled (every rank's status is known; a call that overflowed anywhere has been sent again) ->
-    finished (output filled, or failed for good: ``failure`` is then what every wait raises).
+    Life: launched -> settled (the status words are known; what overflowed has been sent again) -> finished (output
+    filled, or failed for good: ``failure`` is then what every wait raises).
     """
 
-    def __init__(self, *, words: torch.Tensor, status_work: dist.Work, payload_work: dist.Work, finish, resend, on_settled, release,
-                 status_stream: "torch.cuda.Stream | None" = None):
-        """``status_stream``: a GPU stream of the group's own, on which the status words are waited for."""
+    def __init__(self, *, words: torch.Tensor, status_work: dist.Work, payload_work: dist.Work, finish, on_words, release,
+                 outputs: tuple[torch.Tensor, ...] = (), status_stream: "torch.cuda.Stream | None" = None):
+        """``on_words``, ``finish``: see ``launch.Started``. ``release``: gives the buffers back. ``status_stream``: a GPU stream of the
+        group's own, on which the status words are waited for."""
         self._words, self._status_work, self._payload_work = words, status_work, payload_work
         self._status_stream = status_stream
-        self._finish, self._resend, self._on_settled, self._release = finish, resend, on_settled, release
+        self._finish, self._on_words, self._release = finish, on_words, release
+        self.outputs = outputs
         self.settled = self.finished = False
         self.failure: BaseException | None = None
-        self._overflow = False
-        self._filled = None           # GPU: event after what fills the output, on whichever stream that was queued
+        self._queued = None           # GPU: event after what was queued last for this call, on whichever stream
         self.handle = None            # weak reference to the caller's Work
 
     def settle(self) -> None:
-        """Waits for the ranks' status words (encode plus one small message, never the payload); sends again after an
-        overflow."""
+        """Waits for the ranks' status words (encode plus one small message, never the payload; an all_reduce: also its first phase);
+        sends again after an overflow."""
         if self.settled:
             return
         # On a stream of its own, so that the host waits for the words alone and not for payloads queued before them.
         with torch.cuda.stream(self._status_stream):
             self._status_work.wait()
             words = self._words.tolist()
-        self._overflow = any(word & OVERFLOW_BIT for word in words)
-        self._on_settled(max(map(spill_need_bytes, words)), self._overflow)
         self.settled = True
-        if self._overflow:
-            try:
-                self._fill(self._resend)
-            except BaseException as error:
-                self.failure = error
-                raise
+        try:
+            self._on_words(words)
+            self._mark()
+        except BaseException as error:
+            self.failure = error
+            raise
 
     def finish(self) -> None:
         """Fills the output (on a GPU: queues it on the current stream) and releases the buffers.
@@ -59,31 +56,30 @@ class Pending:
             if self.failure is not None:            # the resend failed when another call settled this one
                 raise self.failure
             self._payload_work.wait()
-            if not self._overflow:
-                self._fill(self._finish)
             self.join()
+            self._finish()
+            self._mark()
             self._release()
         except BaseException as error:
             self.failure = error
             raise
         finally:
             self.finished = True
-            self._finish = self._resend = self._release = self._on_settled = None     # drop the tensors they hold
+            self._finish = self._release = self._on_words = None     # drop the tensors they hold
 
-    def _fill(self, write_output) -> None:
-        write_output()
+    def _mark(self) -> None:
         if self._words.is_cuda:
-            self._filled = torch.cuda.current_stream(self._words.device).record_event()
+            self._queued = torch.cuda.current_stream(self._words.device).record_event()
 
     def join(self) -> None:
         """Makes the current stream wait for the output: a resend, or a finish by polling or by the next call, may have
         been queued on another stream than the waiting one."""
-        if self._filled is not None:
-            torch.cuda.current_stream(self._words.device).wait_event(self._filled)
+        if self._queued is not None:
+            torch.cuda.current_stream(self._words.device).wait_event(self._queued)
 
     @property
     def ready(self) -> bool:
-        """``finish`` would not block the host."""
+        """``finish`` would not block the host (but for an all_reduce's second phase)."""
         return self.finished or (self._status_work.is_completed() and self._payload_work.is_completed())
 
     @property
@@ -96,9 +92,9 @@ class ZipWork(dist.Work):
     """The handle of an asynchronous zipped call.
 
     ``wait()`` returns when the output is ready to be used on the current stream (CPU: filled). It may block the host
-    for the encode of all ranks and one 4-byte message; on a GPU never for the payload. Handles may be waited for in any
-    order, on any rank. The handle keeps input, output and scratch alive until then; a dropped handle is completed by
-    the next call on the group.
+    for the encode of all ranks and one 4-byte message; on a GPU never for the payload, but for an all_reduce's first phase. Handles may
+    be waited for in any order, on any rank. The handle keeps input, output and scratch alive until then; a dropped handle is completed by
+    the next call on the group. ``get_future()``: completed by a thread of the group's.
     """
 
     def __init__(self, pending: Pending, state):
@@ -128,12 +124,33 @@ class ZipWork(dist.Work):
     def synchronize(self) -> None:
         self.wait()
 
+    def get_future(self) -> torch.futures.Future:
+        """A future whose value is the list of output tensors; it fails as ``wait()`` would. On a GPU it is complete when the output's
+        filling is queued, as torch's own: who waits for it joins the stream."""
+        return self._state.completer.future(self, list(self._pending.outputs))
+
 
 class DoneWork(dist.Work):
     """The handle of a call that was carried out before it returned."""
+
+    def __init__(self, outputs: tuple[torch.Tensor, ...] = ()):
+        super().__init__()
+        self._outputs = outputs
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return True
 
     def is_completed(self) -> bool:
         return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def get_future(self) -> torch.futures.Future:
+        device = self._outputs[0].device if self._outputs else torch.device("cpu")
+        future = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+        future.set_result(list(self._outputs))
+        return future

@@ -28,17 +28,20 @@ def runtime(**settings):
         live.close()
 
 
-def launch(live, op, output, data, group=None, reduce_op=None):
+def launch(live, op, output, data, group=None, reduce_op=None, **fields):
     """Launches as a front does; returns the Work, or None where the call must go native."""
-    return front.run(live, Call(op, output, data, group or dist.group.WORLD, reduce_op))
+    return front.run(live, Call(op, output, data, group or dist.group.WORLD, reduce_op, **fields))
 
 
-def carry_out(live, op, output, data):
-    """A call as a front carries it out: zipped, or native where the runtime says so. Returns whether it was ours."""
-    work = launch(live, op, output, data)
-    ours = work is not None
-    if not ours:
-        work = specs()[op].native(Call(op, output, data, dist.group.WORLD))
+def begin(live, call):
+    """A call as a front carries it out: zipped, or native where the runtime says so. Returns (Work, whether it is ours)."""
+    work = front.run(live, call)
+    return (specs()[call.op].native(call), False) if work is None else (work, True)
+
+
+def carry_out(live, op, output, data, group=None, **fields):
+    """The same to its end. Returns whether it was ours."""
+    work, ours = begin(live, Call(op, output, data, group or dist.group.WORLD, **fields))
     work.wait()
     return ours
 

@@ -33,8 +33,9 @@ class Streams:
 def make(state, word=0, resend=lambda: None, finish=lambda: None):
     """A call of one rank in flight, with a status word that claims to be on a GPU."""
     words = SimpleNamespace(tolist=lambda: [word], is_cuda=True, device="cuda")
-    pending = Pending(words=words, status_work=DONE, payload_work=DONE, finish=finish, resend=resend,
-                      on_settled=lambda need, overflow: None, release=lambda: None)
+    overflows = bool(word & OVERFLOW_BIT)
+    pending = Pending(words=words, status_work=DONE, payload_work=DONE, release=lambda: None,
+                      on_words=lambda words: resend() if overflows else None, finish=lambda: None if overflows else finish())
     state.add(pending)
     return ZipWork(pending, state)
 
@@ -105,8 +106,7 @@ def test_a_group_has_a_state_per_device_type(monkeypatch):
                         lambda group, device: SimpleNamespace(close=lambda: closed.append(device.type)))
     live = runtime.Runtime(ZipcclConfig(enabled=True), {})
     group = SimpleNamespace(group_name="g")
-    on_cpu, on_gpu, again = (live._state(SimpleNamespace(group=group, input=SimpleNamespace(device=torch.device(name))))
-                             for name in ("cpu", "cuda:0", "cpu"))
+    on_cpu, on_gpu, again = (live.state(group, torch.device(name)) for name in ("cpu", "cuda:0", "cpu"))
     assert on_cpu is again and on_cpu is not on_gpu
     live.close(group)
     assert sorted(closed) == ["cpu", "cuda"]

@@ -1,0 +1,62 @@
+"""Tensors as the collectives see them: flat in memory, and rows that lie one after another as one matrix. No copies."""
+from dataclasses import replace
+
+import torch
+
+from ds_zipccl.collectives.registry import Call
+
+
+def is_dense(t: torch.Tensor) -> bool:
+    """Contiguous, or in the channels-last order that NCCL sends as it lies in memory (gloo takes elements in their logical order)."""
+    if t.is_contiguous():
+        return True
+    if not t.is_cuda or t.dim() not in (4, 5):
+        return False
+    return t.is_contiguous(memory_format=torch.channels_last if t.dim() == 4 else torch.channels_last_3d)
+
+
+def contiguous(call: Call):
+    """(the call with dense tensors in place of others, function that fills the call's outputs from it). Copies only where it must."""
+    if all(map(is_dense, (*call.inputs, *call.outputs))):
+        return call, lambda: None
+    copies = {}
+
+    def dense(tensors, with_contents: bool):
+        made = tuple(t if is_dense(t) else copies.setdefault(id(t), t.contiguous() if with_contents else torch.empty_like(
+            t, memory_format=torch.contiguous_format)) for t in (tensors if isinstance(tensors, tuple) else (tensors,)))
+        return made if isinstance(tensors, tuple) else made[0]
+
+    inner = replace(call, input=dense(call.input, True), output=dense(call.output, False))
+
+    def store() -> None:
+        for theirs, ours in zip(call.outputs, inner.outputs, strict=True):
+            if theirs is not ours:
+                theirs.copy_(ours)
+
+    return inner, store
+
+
+def flat(t: torch.Tensor) -> torch.Tensor:
+    """The elements in the order they have in memory; ``t`` is dense there."""
+    return t.view(-1) if t.is_contiguous() else t.as_strided((t.numel(),), (1,))
+
+
+def as_rows(tensors) -> torch.Tensor | None:
+    """[len(tensors), n] over the memory of flat tensors of n elements each that are consecutive parts of one buffer, else None."""
+    first, numel = tensors[0], tensors[0].numel()
+    storage = first.untyped_storage().data_ptr()
+    for i, t in enumerate(tensors):
+        if t.numel() != numel or t.storage_offset() != first.storage_offset() + i * numel or t.untyped_storage().data_ptr() != storage:
+            return None
+    return first.as_strided((len(tensors), numel), (numel, 1))
+
+
+def gaussians(seed: int, numel: int, dtype: torch.dtype, device) -> torch.Tensor:
+    """Test data, the same on every device."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return (torch.randn(numel, generator=generator, device="cpu") * 0.02).to(dtype).to(device)
+
+
+def equal_numels(tensors, call: Call, numel: int) -> bool:
+    """One tensor per rank, each of ``numel`` elements and the call's dtype."""
+    return len(tensors) == call.world_size and all(t.numel() == numel and t.dtype == call.dtype for t in tensors)

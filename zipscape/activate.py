@@ -12,9 +12,10 @@ import sys
 
 #: target module -> functions ("module:function"), each called with the freshly executed module, in this order.
 HOOKS = {
-    "deepspeed.runtime.engine": ["ds_zipccl.backend.deepspeed_hooks:install"],
+    "deepspeed.runtime.engine": ["ds_zipccl.backend.deepspeed_hooks:install", "ds_scape.optimizer.zero_adapter:install"],
     "deepspeed.ops.op_builder.all_ops": ["zipscape.op_builder.deepspeed_ops:register"],
     "torch.distributed.distributed_c10d": ["zipscape.activate:register_torch_backend"],
+    "torch._dynamo.trace_rules": ["zipscape.activate:keep_from_compiler"],
 }
 
 #: What makes a process group of the torch.distributed backend "zipccl"; loaded when the first one is asked for.
@@ -74,6 +75,11 @@ def _function(name):
 def register_torch_backend(c10d):
     """Make "zipccl" known to torch.distributed (the module given) without loading anything of it."""
     c10d.Backend.register_backend("zipccl", _make_process_group, extended_api=True, devices=["cpu", "cuda"])
+
+
+def keep_from_compiler(trace_rules):
+    """torch.compile must not trace into our calls: they carry pointers and wait for other ranks."""
+    trace_rules.add("ds_zipccl")
 
 
 def _make_process_group(options, native_options):

@@ -122,10 +122,10 @@ class Flow:
             residuals.accumulate(flat.residual, gradient)
             if flat.layout.is_full:
                 continue                    # nothing to rank
-            rank, betas = self.transport.rank, flat.group["betas"]
-            scape_rule.track_square(flat.square, flat.own(gradient, rank), beta2=betas[1])
+            betas = flat.group["betas"]
+            scape_rule.track_square(flat.square, self._owned(flat, gradient), beta2=betas[1])
             if self.params.mask_statistic == "first_moment":
-                early.append(scape_rule.score_first_moment(flat.momentum, flat.own(flat.residual, rank), beta1=betas[0]))
+                early.append(scape_rule.score_first_moment(flat.momentum, self._owned(flat, flat.residual), beta1=betas[0]))
         return early
 
     # --- 3, 4, 5: values to the owners, weights back ----------------------------------------------------------------------------------
@@ -136,8 +136,9 @@ class Flow:
         gather_weights([flat.copies for flat in self.flats], changed, positions, self.transport)
 
     def _owner_step(self, flat: FlatState, mean, index) -> torch.Tensor:
-        """Moves the owned coordinates at ``index`` (None: all); returns their weights in the copies' dtype."""
-        group, everything = flat.group, index is None
+        """Moves the owned coordinates at ``index`` (None: all); returns their weights as the copies want them."""
+        group, everything, device = flat.group, index is None, flat.weight.device
+        mean, index = mean.to(device), None if everything else index.to(device)
         weight, momentum, last = (t if everything else t[index] for t in (flat.weight, flat.momentum, flat.last_sync))
         scape_rule.owner_step(weight, momentum, mean, self.num_steps - last, flat.age_tables, flat.advance_decay(), lr=group["lr"],
                               beta2=group["betas"][1], eps=group["eps"], catch_up=self.params.catch_up)
@@ -145,16 +146,20 @@ class Flow:
             flat.last_sync.fill_(self.num_steps)
         else:
             flat.weight[index], flat.momentum[index], flat.last_sync[index] = weight, momentum, self.num_steps
-        return weight.to(flat.copies.dtype)
+        return weight.to(flat.copies.device, flat.copies.dtype)
+
+    def _owned(self, flat: FlatState, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's partition of a whole buffer, where the owner's state is (the host, under optimizer offload)."""
+        return flat.own(whole, self.transport.rank).to(flat.weight.device)
 
     # --- 6: the next mask ---------------------------------------------------------------------------------------------------------------
     def _start_mask(self, early_scores) -> None:
         rank, chosen = self.transport.rank, []
         for j, flat in enumerate(self.masked):
-            scores = early_scores[j] if early_scores else scape_rule.score_residual(flat.own(flat.residual, rank), flat.square)
+            scores = early_scores[j] if early_scores else scape_rule.score_residual(self._owned(flat, flat.residual), flat.square)
             overdue = self.num_steps - flat.last_sync >= flat.max_age
             chosen.append(masks.select(scores, overdue, flat.layout.segments[rank]))
-        self._send_mask(self.codec.encode(chosen, rank))
+        self._send_mask(self.codec.encode(chosen, rank).to(self.flats[0].residual.device))
 
     def _send_mask(self, message: torch.Tensor) -> None:
         self._mask_message, self._positions = message, None

@@ -1,0 +1,227 @@
+"""The seam to DeepSpeed: ``"type": "SCAPE"`` in ds_config.json, and ZeRO 1 and 2 whose gradients and weights travel by mask.
+
+Called by zipscape.activate when deepspeed.runtime.engine is imported. ZeRO's partitions, master weights and checkpoint files are
+DeepSpeed's own; what is replaced is everything between a parameter's gradient and its changed weight (optimizer/flow.py). Stages 1 and 2 do
+the same.
+Sources of the seam: deepspeed/runtime/engine.py, deepspeed/runtime/zero/stage_1_and_2.py, 0.19.8.
+"""
+import functools
+import hashlib
+import itertools
+import json
+import logging
+
+import deepspeed
+import torch
+import torch.distributed
+from deepspeed import comm
+from deepspeed.runtime.zero import stage_1_and_2
+from deepspeed.runtime.zero import utils as zero_utils
+from deepspeed.utils import groups
+from torch.distributed import distributed_c10d as c10d
+
+from ds_scape.optimizer.flow import Flow
+from ds_scape.optimizer.refusals import check_engine
+from ds_scape.optimizer.scape import SCAPE
+from ds_scape.optimizer.scape_adams import ScapeAdamS
+from ds_scape.optimizer.state import FlatState
+from ds_scape.sync.partition import TensorSlot, flat_layout
+from ds_scape.sync.transport import Transport
+from zipscape import __version__, handshake
+from zipscape.errors import ConfigError, ZipScapeError, describe
+
+log = logging.getLogger("ds_scape")
+TESTED_DEEPSPEED = ("0.19.8",)
+OPTIMIZERS = {"scape": SCAPE, "scapeadams": ScapeAdamS}
+_engine_numbers = itertools.count()
+
+
+def install(engine_module) -> None:
+    """Makes DeepSpeed know the optimizers. Patches chain: each calls what it found."""
+    for cls in OPTIMIZERS.values():
+        setattr(torch.optim, cls.__name__, cls)             # the engine looks names up there
+        if cls not in zero_utils.ZERO_SUPPORTED_OPTIMIZERS:
+            zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(cls)
+    engine = engine_module.DeepSpeedEngine
+    engine.optimizer_name = _any_case(engine.optimizer_name)
+    engine._do_optimizer_sanity_check = _checked(engine._do_optimizer_sanity_check, engine_module.ZERO_OPTIMIZATION)
+    engine_module.DeepSpeedZeroOptimizer = _dispatching(engine_module.DeepSpeedZeroOptimizer)
+
+
+def _any_case(method):
+
+    @functools.wraps(method)
+    def optimizer_name(self):
+        name = method(self)
+        known = OPTIMIZERS.get(name.lower()) if isinstance(name, str) else None
+        return known.__name__ if known else name
+
+    return optimizer_name
+
+
+def _checked(method, zero_optimization):
+    """The engine asks this method which wrapper an optimizer gets; all ranks come here before anything is built."""
+
+    @functools.wraps(method)
+    def _do_optimizer_sanity_check(self, basic_optimizer):
+        if not isinstance(basic_optimizer, SCAPE):
+            return method(self, basic_optimizer)
+        error = None
+        try:
+            if deepspeed.__version__ not in TESTED_DEEPSPEED:
+                raise ConfigError(describe("SCAPE hooks into DeepSpeed's internals and was not tested with this version",
+                                           got=deepspeed.__version__, expected=" or ".join(TESTED_DEEPSPEED)))
+            check_engine(self, groups._get_sequence_parallel_world_size(), _tensor_parallel_size(self))
+        except ZipScapeError as problem:
+            error = problem
+        except Exception as problem:        # the other ranks must hear of it, not wait for this one
+            error = ZipScapeError(describe("SCAPE could not be set up", got=f"{type(problem).__name__}: {problem}"))
+        _agree(basic_optimizer, error)
+        if not self.zero_optimization():
+            return method(self, basic_optimizer)
+        trainable = [g for g in basic_optimizer.param_groups if any(p.requires_grad for p in g["params"])]
+        basic_optimizer.param_groups[:] = trainable         # ZeRO cannot flatten a group of frozen parameters
+        # The engine's own choice for bf16 with fp32 accumulation at stage 1 would be a wrapper without partitions of ours.
+        return zero_optimization
+
+    return _do_optimizer_sanity_check
+
+
+def _tensor_parallel_size(engine) -> int:
+    sizes = [engine.autotp_size()]
+    if engine.mpu is not None and hasattr(engine.mpu, "get_model_parallel_world_size"):
+        sizes.append(engine.mpu.get_model_parallel_world_size())
+    return max(sizes)
+
+
+def _agree(optimizer: SCAPE, error: ZipScapeError | None) -> None:
+    """All ranks must have the same settings; an error on one rank is raised on all."""
+    number = next(_engine_numbers)
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        if error is not None:
+            raise error
+        return
+    config = {**optimizer.params.model_dump(), "groups": [{key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "density")}
+                                                          for group in optimizer.param_groups]}
+    fingerprint = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    record = {"version": __version__, "config_hash": fingerprint, "enabled": True, "config": config,
+              "error": None if error is None else str(error)}
+    handshake.agree(c10d._get_default_store(), torch.distributed.get_rank(), torch.distributed.get_world_size(),
+                    json.loads(json.dumps(record, default=str)), name=f"scape/{number}")
+
+
+def _dispatching(stock):
+    """A class in the place of ``stock`` that builds ours for SCAPE and exactly ``stock`` for everything else."""
+
+    class DeepSpeedZeroOptimizer(stock):
+
+        def __new__(cls, init_optimizer, *args, **kwargs):
+            # What is returned is no instance of cls, so Python does not call __init__ again.
+            if isinstance(init_optimizer, SCAPE):
+                return ScapeZeroOptimizer(init_optimizer, *args, **kwargs)
+            return stock(init_optimizer, *args, **kwargs) if cls is DeepSpeedZeroOptimizer else super().__new__(cls)
+
+    return DeepSpeedZeroOptimizer
+
+
+class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
+    """ZeRO 1 and 2 with SCAPE: gradients stay on their rank until the step, nothing is reduced in the backward pass."""
+
+    def __init__(self, init_optimizer, *args, **kwargs):
+        super().__init__(init_optimizer, *args, **kwargs)
+        if not self._grad_acc_hooks:                        # stage 1 with contiguous_gradients=false makes none
+            self.create_gradient_handling_hooks()
+        #: This step's gradients so far, per group [W * P], apart from the residuals until they are known to be finite.
+        self.fresh_gradients = [torch.zeros_like(flat, dtype=self.gradient_accumulation_dtype) for flat in self.bit16_groups_flat]
+        self._places = {}
+        flats = []
+        for i, group in enumerate(init_optimizer.param_groups):
+            slots = []
+            for param, offset, meta in zip(self.round_robin_bit16_groups[i], self.round_robin_bit16_offsets[i],
+                                           self.round_robin_bit16_meta[i], strict=True):
+                self._places[param] = (i, offset)
+                slots.append(TensorSlot(offset, meta.numel(), meta.dim()))
+            flats.append(self._flat_state(i, group, slots, init_optimizer.params))
+        transport = Transport(comm, self.dp_process_group, comm.get_rank(group=self.dp_process_group),
+                              comm.get_world_size(group=self.dp_process_group))
+        self.flow = Flow(flats, init_optimizer.params, transport)
+        init_optimizer.attach(self.flow)
+        self._lazy_init_hp_params_optimizer_state()
+
+    def _flat_state(self, i, group, slots, params) -> FlatState:
+        copies, weight = self.bit16_groups_flat[i], self.single_partition_of_fp32_groups[i]
+        weight.grad = None                                  # under offload, a buffer for a gradient that never comes
+        layout = flat_layout(slots, copies.numel(), self.partition_count[i], group["density"])
+        momentum, square = (torch.zeros_like(weight, requires_grad=False) for _ in range(2))
+        last_sync = torch.zeros_like(weight, dtype=torch.int32, requires_grad=False)
+        return FlatState(layout, copies, torch.zeros_like(copies, dtype=weight.dtype), weight, momentum, square, last_sync, group, params)
+
+    # --- backward: gradients are collected, never communicated ---------------------------------------------------------------------------
+    def process_gradients(self, param, i):
+        if not self._coalesce_grad_reduction:
+            self.reduce_ready_partitions_and_remove_grads(param, i)
+
+    @torch.no_grad()
+    def reduce_ready_partitions_and_remove_grads(self, param, i):
+        """Adds one parameter's gradient to its place; the mean over micro-steps comes from the loss, which the engine divides."""
+        if param.grad is None or not getattr(param, "ds_grad_is_ready", True):
+            return
+        self.setup_buckets()
+        group, offset = self._places[param]
+        self.fresh_gradients[group].narrow(0, offset, param.numel()).add_(param.grad.view(-1) if param.grad.is_contiguous()
+                                                                          else param.grad.reshape(-1))
+        param.grad = None
+
+    def setup_buckets(self):
+        if not self.ready_for_gradients:
+            self.micro_step_id += 1
+            self.ready_for_gradients = True
+
+    def reduce_gradients(self, pipeline_parallel=False):
+        self.overlapping_partition_gradients_reduce_epilogue()
+
+    def independent_gradient_partition_epilogue(self):
+        self.ready_for_gradients = False
+        self._clear_param_grad_only()
+        self._epilogue_ran_this_backward = True
+
+    def backward_epilogue(self, *args, **kwargs):
+        pass
+
+    def finalize_gradient_accumulation_boundary(self):
+        self.set_gradient_accumulation_boundary(True)
+
+    def _no_dense_reduction(self, *args, **kwargs):
+        raise ZipScapeError(describe("DeepSpeed tried to reduce dense gradients under SCAPE",
+                                     todo="report this: a path that SCAPE does not know"))
+
+    average_tensor = gradient_reduction_w_predivide = allreduce_bucket = _no_dense_reduction
+
+    # --- step ----------------------------------------------------------------------------------------------------------------------------
+    def step(self, closure=None):
+        """One optimizer step over all ranks; ``overflow`` tells the engine whether it was skipped."""
+        self.micro_step_id = stage_1_and_2.INITIAL_MICRO_STEP_ID
+        self.timers(stage_1_and_2.OPTIMIZER_STEP_TIMER).start()
+        result = self.flow.step(self.fresh_gradients, max_norm=self.clip_grad, loss_scale=self.loss_scale)
+        for fresh in self.fresh_gradients:
+            fresh.zero_()
+        self.overflow = not result.applied
+        self._update_scale(self.overflow)
+        self._global_grad_norm = result.grad_norm if result.applied else float("inf")
+        if self.overflow:
+            self._report_skipped(result)
+        else:
+            self.optimizer._publish_state()
+            for i in range(len(self.bit16_groups)):
+                self._update_model_bit16_weights(i)
+        self.timers(stage_1_and_2.OPTIMIZER_STEP_TIMER).stop()
+        for timer in (stage_1_and_2.OPTIMIZER_GRADIENTS_TIMER, stage_1_and_2.OPTIMIZER_ALLGATHER_TIMER):
+            self.timers(timer).start()                      # the engine reads all three
+            self.timers(timer).stop()
+        self.timers.log(stage_1_and_2.OPTIMIZER_TIMERS)
+
+    def _report_skipped(self, result) -> None:
+        expected = self.dtype == torch.float16              # that is how a dynamic loss scale finds its value
+        if self.flow.transport.rank == 0:
+            log.log(logging.DEBUG if expected else logging.WARNING, "step skipped on all ranks: the gradients of rank %s are not finite",
+                    ", ".join(map(str, result.nonfinite_ranks)))

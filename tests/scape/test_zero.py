@@ -1,0 +1,20 @@
+"""SCAPE under DeepSpeed's ZeRO 1 and 2, on gloo: bit-equal to the simulation, nothing dense on the wire, refusals that never hang."""
+import pytest
+
+from tests.helpers.ranks import assert_ok, case_names
+
+MODULE = "tests.scape.zero_cases"
+CASES = case_names(MODULE)
+BEYOND_TWO = ("case_fp32", "case_groups_clipping_accumulation_scheduler", "case_nan_on_one_rank_is_reported", "case_no_dense_collective",
+              "case_density_one_is_dense_adams_of_stock_zero")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks(case):
+    assert_ok(MODULE, CASES, 2, case)
+
+
+@pytest.mark.parametrize("case", BEYOND_TWO)
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_more_ranks(world_size, case):
+    assert_ok(MODULE, BEYOND_TWO, world_size, case)

@@ -51,6 +51,14 @@ class ZipcclConfig(BaseModel):
     max_workspace_bytes: int = Field(1 << 30, ge=1 << 20, le=1 << 44)
     """Upper bound of the frames one call may need, in bytes; larger calls go native and are counted."""
 
+    cache_params: bool = False
+    """ZeRO-3: make the frames of parameter shards once, at the end of the optimizer's step, and gather them as frames until
+    the parameters change. Costs memory for the frames of this rank's shards, about 1.5 bytes per parameter and rank."""
+
+    max_cache_bytes: int = Field(1 << 32, ge=0, le=1 << 44)
+    """``cache_params``: upper bound of the kept frames of a process, in bytes; shards beyond it travel as they are, without
+    frames."""
+
     kernels: Literal["best", "reference", "cpu", "cuda", "triton"] = "best"
     """The codec's kernels. "best" takes the fastest that works here; a name is taken literally or is an error."""
 

@@ -3,6 +3,7 @@ import json
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -31,6 +32,7 @@ class Stats:
     def __init__(self):
         self._lock = threading.Lock()
         self._ops: dict[str, OpStats] = {}
+        self.sections: dict[str, Callable[[], tuple[dict, dict]]] = {}      # further keys of a step's row: (counters so far, gauges)
 
     def _op(self, op: str) -> OpStats:
         return self._ops.setdefault(op, OpStats())
@@ -81,6 +83,7 @@ class StepLog:
         self._file = open(path, "a", buffering=1)
         self._stats = stats
         self._before = stats.snapshot()
+        self._sections_before: dict[str, dict] = {}
         self._time = time.perf_counter()
         self._step = 0
 
@@ -89,7 +92,13 @@ class StepLog:
         now, clock = self._stats.snapshot(), time.perf_counter()
         self._step += 1
         ops = {op: _difference(row, self._before.get(op, {})) for op, row in now.items()}
-        self._file.write(json.dumps({"step": self._step, "time_s": round(clock - self._time, 6), "ops": ops}) + "\n")
+        row = {"step": self._step, "time_s": round(clock - self._time, 6), "ops": ops}
+        for name, read in self._stats.sections.items():
+            counters, gauges = read()
+            before = self._sections_before.get(name, {})
+            row[name] = {key: value - before.get(key, 0) for key, value in counters.items()} | gauges
+            self._sections_before[name] = counters
+        self._file.write(json.dumps(row) + "\n")
         self._before, self._time = now, clock
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ LEAVES = {"config", "errors", "stats"}
 USE_OP_BUILDER = {"kernels", "cli"}
 #: Files that may import deepspeed: the seams and the builders.
 SEAMS = (
-    "ds_zipccl/backend/deepspeed_*.py", "ds_zipccl/backend/zero12.py", "ds_zipccl/backend/zero3_params.py",
+    "ds_zipccl/backend/deepspeed_*.py", "ds_zipccl/backend/zero12.py", "ds_zipccl/backend/zero3_*.py",
     "ds_scape/optimizer/zero_adapter.py", "op_builder/deepspeed_ops.py",
 )
 #: Loaded by every `import torch`: standard library only.

@@ -12,7 +12,7 @@ import deepspeed
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ds_zipccl.backend import deepspeed_comm
+from ds_zipccl.backend import deepspeed_comm, zero3_params
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import loader
@@ -31,6 +31,7 @@ def install(engine_module) -> None:
     cls = engine_module.DeepSpeedEngine
     cls._configure_with_arguments = _after(cls._configure_with_arguments, _on_configured)
     cls.step = _around_step(cls.step)
+    zero3_params.install(cls)
 
 
 def _after(method, then):

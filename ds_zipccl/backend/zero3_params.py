@@ -1,0 +1,262 @@
+"""ZeRO-3 with ``cache_params``: parameters are gathered as frames that were made once, at the end of the optimizer's step.
+
+The seam is each parameter's ``all_gather_coalesced``, which DeepSpeed calls for every fetch and prefetch of a forward and backward pass;
+the functions inside it that copy shards into a flat tensor are closures, so it is replaced as a whole for parameters that have frames and
+called for all others. Source: deepspeed/runtime/zero/partition_parameters.py (``_convert_to_deepspeed_param``: ``_all_gather_dtype``,
+``_all_gather_sequential``, ``AllGatherCoalescedHandle``), partitioned_param_coordinator.py, 0.19.8. Who writes parameters:
+zero3_writers.py.
+"""
+import functools
+import logging
+import weakref
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus, get_allgather_dtype
+
+from ds_zipccl.backend import zero3_writers
+from ds_zipccl.backend.deepspeed_comm import live_runtime
+from ds_zipccl.backend.deepspeed_native import resolve
+from ds_zipccl.backend.policy import WORTHWHILE
+from ds_zipccl.backend.zero3_writers import ATTRIBUTE
+from ds_zipccl.collectives.frame_cache import FrameCache
+from ds_zipccl.collectives.frame_slot import CacheStats, Slot
+from ds_zipccl.collectives.runtime import Runtime
+
+log = logging.getLogger("ds_zipccl")
+_stats: "weakref.WeakKeyDictionary[Runtime, CacheStats]" = weakref.WeakKeyDictionary()
+
+
+def install(engine_class) -> None:
+    """Makes every engine keep frames whose section says ``cache_params``. Patches chain."""
+    engine_class.__init__ = zero3_writers.after(engine_class.__init__, _attach)
+    engine_class.destroy = _first(_detach, engine_class.destroy)
+
+
+def _attach(engine, *_args, **_kwargs) -> None:
+    runtime = live_runtime()
+    if runtime is not None and runtime.config.cache_params and engine.zero_optimization_stage() == 3:
+        zero3_writers.install()
+        EngineFrames(engine, runtime)
+
+
+def _first(then, method):
+
+    @functools.wraps(method)
+    def patched(self, *args, **kwargs):
+        then(self)
+        return method(self, *args, **kwargs)
+
+    return patched
+
+
+def _detach(engine) -> None:
+    frames = getattr(engine, ATTRIBUTE, None)
+    if frames is not None:
+        frames.close()
+
+
+def invalidate(parameters) -> None:
+    """For writers of your own: says that this rank has changed the shards (``param.ds_tensor``) of these parameters, outside of
+    ``optimizer.step``, ``load_checkpoint``, ``GatheredParameters`` and the ``safe_set_*`` functions. Needs no other rank."""
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    for frames in {getattr(p, ATTRIBUTE, None) for p in parameters} - {None}:
+        frames.changed_here(parameters)
+
+
+def stats_of(runtime: Runtime) -> CacheStats:
+    """The counters and the bound that all frame caches of the process share."""
+    stats = _stats.get(runtime)
+    if stats is None:
+        stats = _stats[runtime] = CacheStats(runtime.config.max_cache_bytes)
+        runtime.stats.sections["cache_params"] = stats.section
+    return stats
+
+
+class EngineFrames:
+    """The frames of one engine's parameters: a FrameCache per partition group."""
+
+    def __init__(self, engine, runtime: Runtime):
+        self.runtime, self.stats = runtime, stats_of(runtime)
+        self._engine_reason = _engine_reason(engine, runtime)
+        self._caches: dict[object, FrameCache] = {}
+        self._slots: dict[torch.nn.Parameter, tuple[FrameCache, Slot]] = {}
+        self._reasons: dict[torch.nn.Parameter, str] = {}
+        self._originals: dict[torch.nn.Parameter, object] = {}
+        parameters = {p: name for name, p in engine.module.named_parameters() if hasattr(p, "ds_id")}
+        for p in sorted(parameters, key=lambda p: p.ds_id):
+            self._enrol(p, parameters[p])
+        self._owners = [owner for owner in (engine, engine.optimizer) if owner is not None]
+        for owner in self._owners:
+            setattr(owner, ATTRIBUTE, self)
+        eligible = [slot for _, slot in self._slots.values() if slot.eligible]
+        log.info("cache_params: %d of %d parameters, about %.1f MiB on this rank, at most %.1f MiB in this process%s", len(eligible),
+                 len(parameters), sum(slot.frame_bytes() for slot in eligible) / 2**20, self.stats.max_bytes / 2**20,
+                 f"; bypassed: {self._engine_reason}" if self._engine_reason else "")
+
+    def _enrol(self, p: torch.nn.Parameter, name: str) -> None:
+        reason = self._engine_reason or _parameter_reason(p)
+        if reason is None:
+            group = resolve(p.ds_process_group)
+            if group not in self._caches:
+                self._caches[group] = FrameCache(self.runtime, group, torch.device(get_accelerator().current_device_name()), self.stats,
+                                                 zero3_writers.forward_passes)
+            cache = self._caches[group]
+            slot = Slot(name, lambda: p.ds_tensor, p.ds_tensor.ds_numel, p.ds_tensor.dtype)
+            cache.add(slot)
+            self._slots[p] = cache, slot
+        else:
+            self._reasons[p] = reason
+        # All of them, since DeepSpeed asks whichever parameter of a set comes first, and that may be another one on another rank.
+        self._originals[p] = p.all_gather_coalesced
+        p.all_gather_coalesced = functools.partial(self.all_gather_coalesced, p.all_gather_coalesced)
+        setattr(p, ATTRIBUTE, self)
+
+    # -- gathers
+
+    def all_gather_coalesced(self, original, params, safe_mode: bool = False, quantize: bool = False):
+        """Stands for DeepSpeed's function of that name: launches the gather of ``params``, returns a handle with
+        ``wait(handle_dependency=True)``."""
+        params = sorted(params, key=lambda p: p.ds_id)          # from a set: its order differs between ranks
+        if quantize or live_runtime() is not self.runtime:
+            self.stats.bypassed["quantized" if quantize else "switched_off"] += len(params)
+            return original(params, safe_mode=safe_mode, quantize=quantize)
+        by_cache: dict[FrameCache, list] = {}
+        others = []
+        for p in params:
+            if self._has_slot(p):
+                by_cache.setdefault(self._slots[p][0], []).append(p)
+            else:
+                others.append(p)
+        handles = []
+        for cache, members in by_cache.items():
+            gather = self._gather(cache, members)
+            if gather is None:
+                others.extend(members)
+            else:
+                handles.append(gather)
+        if others or not handles:
+            handles.append(original(sorted(others, key=lambda p: p.ds_id), safe_mode=safe_mode, quantize=quantize))
+        return handles[0] if len(handles) == 1 else MultipleAllGatherHandles(handles)
+
+    def _has_slot(self, p) -> bool:
+        found = self._slots.get(p)
+        reason = self._reasons.get(p, "not_enrolled") if found is None else _present_reason(p, found[1])
+        if reason is not None:
+            self.stats.bypassed[reason] += 1
+        return reason is None
+
+    def _gather(self, cache: FrameCache, params: list):
+        for p in params:
+            if p.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+                raise RuntimeError(p.ds_summary())
+        gather = cache.gather([self._slots[p][1] for p in params])
+        if gather is None:
+            return None
+        for p in params:
+            p.ds_status = ZeroParamStatus.INFLIGHT
+        return _Handle(gather, params, cache.group.size())
+
+    # -- writers
+
+    def changed(self, params=None) -> None:
+        """All ranks write these parameters (None: all of the engine) at this point of their program."""
+        for cache, slots in self._by_cache(params).items():
+            cache.changed(slots)
+
+    def changed_here(self, params=None) -> None:
+        """This rank writes these parameters, or moves them."""
+        for cache, slots in self._by_cache(params).items():
+            cache.changed_here(slots)
+
+    def refresh(self) -> None:
+        """Makes the frames of what was written and gathered since they were made. All ranks, at the end of a step."""
+        if live_runtime() is self.runtime:
+            for cache in self._caches.values():
+                cache.refresh()
+
+    def free(self) -> None:
+        """Gives the memory of this rank's frames back until they are needed again."""
+        for cache in self._caches.values():
+            cache.free()
+
+    def close(self) -> None:
+        """Undoes the constructor."""
+        for cache in self._caches.values():
+            cache.close()
+        for p, original in self._originals.items():
+            p.all_gather_coalesced = original
+            delattr(p, ATTRIBUTE)
+        for owner in self._owners:
+            if getattr(owner, ATTRIBUTE, None) is self:
+                delattr(owner, ATTRIBUTE)
+        self._caches, self._slots, self._originals, self._owners = {}, {}, {}, []
+
+    def _by_cache(self, params) -> dict[FrameCache, list[Slot]]:
+        found: dict[FrameCache, list[Slot]] = {}
+        for p in self._slots if params is None else params:
+            if p in self._slots:
+                cache, slot = self._slots[p]
+                found.setdefault(cache, []).append(slot)
+        return found
+
+
+class _Handle:
+    """Of one gather. ``wait`` leaves every parameter whole, in memory of its own."""
+
+    def __init__(self, gather, params: list, world_size: int):
+        self._gather, self._params, self._world_size = gather, params, world_size
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        if self._gather is None:
+            return
+        gather, self._gather = self._gather, None
+        device = torch.device(get_accelerator().current_device_name())
+        outs = [torch.empty(self._world_size * p.ds_tensor.ds_numel, dtype=p.ds_tensor.dtype, device=device) for p in self._params]
+        gather.wait([out.view(self._world_size, -1) for out in outs])
+        for p, out in zip(self._params, outs, strict=True):
+            if p.ds_status != ZeroParamStatus.INFLIGHT:
+                raise RuntimeError(f"expected param {p.ds_summary()} to be inflight")
+            p.data = out.narrow(0, 0, p.ds_numel).view(p.ds_shape)
+            p.ds_status = ZeroParamStatus.AVAILABLE
+
+
+def _engine_reason(engine, runtime: Runtime) -> str | None:
+    """Why none of the engine's parameters has a frame: the same on every rank, since it follows from the configuration."""
+    zero = engine._config.zero_config
+    if runtime.config.collectives.all_gather == "never":
+        return "never"
+    offload = zero.offload_param
+    if offload is not None and str(getattr(offload.device, "value", offload.device)) != "none":
+        return f"offload_param_{getattr(offload.device, 'value', offload.device)}"      # _cpu, _nvme
+    if zero.zenflow is not None:
+        return "zenflow"                            # its optimizers write shards while the model computes
+    if zero.use_all_reduce_for_fetch_params:
+        return "use_all_reduce_for_fetch_params"
+    return None
+
+
+def _parameter_reason(p) -> str | None:
+    """Why a parameter never gets a frame."""
+    if p.ds_zero_partition_world_size == 1:
+        return "world_size_1"
+    if getattr(resolve(p.ds_process_group), "zips_itself", False):
+        return "zips_itself"                        # torch's backend "zipccl": never both on one call
+    if p.ds_tensor.dtype not in WORTHWHILE:
+        return "dtype"
+    if hasattr(p.ds_tensor, "ds_quant_scale"):
+        return "quantized"
+    if p.nvme_swapper is not None:
+        return "nvme"
+    return None
+
+
+def _present_reason(p, slot: Slot) -> str | None:
+    """Why a parameter with a frame is gathered without it now: the same on every rank."""
+    if p.ds_secondary_tensor is not None:
+        return "hpz_secondary"                      # its second copy is gathered, in the node's own group
+    shard = p.ds_tensor
+    if shard.dtype != slot.dtype or shard.numel() != slot.numel or shard.status != PartitionedParamStatus.AVAILABLE:
+        return "shard_replaced"
+    return "comm_dtype" if get_allgather_dtype(p, shard) != slot.dtype else None

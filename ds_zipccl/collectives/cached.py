@@ -1,0 +1,66 @@
+"""All-gather of frames that are already made: nothing is encoded and nothing is agreed when it is launched.
+
+For data that is gathered several times between two changes, as ZeRO-3's parameters are. Several pieces travel in one row, each as its
+frame or as it is; which, and in which layout, every rank knows beforehand (frame_cache.py). So a gather is one transfer and a decode.
+"""
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl.codec.codec import Codec
+from ds_zipccl.codec.format import align
+from ds_zipccl.collectives.transport import all_gather_bytes
+from ds_zipccl.collectives.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's part [n] of one gathered tensor, contiguous, with its ``frame`` (uint8 [codec.frame_bytes]), or without: then it travels
+    as it is. Number, order, sizes, dtypes and codecs of the pieces of a gather must be the same on every rank."""
+    data: torch.Tensor
+    frame: torch.Tensor | None = None
+    codec: Codec | None = None
+
+    @property
+    def wire(self) -> torch.Tensor:
+        """What is sent, uint8."""
+        return self.data.view(torch.uint8) if self.frame is None else self.frame
+
+
+def row_bytes(num_framed: int, num_raw: int) -> int:
+    """Size of one rank's row with so many bytes in frames and outside of frames."""
+    return align(num_framed + num_raw)
+
+
+class PieceGather:
+    """A gather in flight. Launched by the constructor on the current stream; ``wait`` must be called once, on any stream."""
+
+    def __init__(self, pieces: list[Piece], group: dist.ProcessGroup, workspace: Workspace):
+        """``pieces`` may be changed as soon as the current stream has passed this point: they are copied into the row."""
+        self._pieces, self._workspace, self._rank = pieces, workspace, group.rank()
+        # Frames first: they are multiples of 128 bytes, so every frame starts where kernels read it without a copy.
+        in_row = sorted(pieces, key=lambda piece: piece.frame is None)
+        sizes = [piece.wire.numel() for piece in in_row]
+        self.row_bytes = align(sum(sizes))
+        self._offsets = {id(piece): sum(sizes[:i]) for i, piece in enumerate(in_row)}
+        self._buffer = workspace.take(group.size() * self.row_bytes, pieces[0].data.device)
+        self._rows = self._buffer.view(group.size(), self.row_bytes)
+        own = self._rows[self._rank]
+        torch.cat([piece.wire for piece in in_row], out=own[:sum(sizes)])
+        self._work = all_gather_bytes(self._rows.view(-1), own, group)
+
+    def wait(self, outs: list[torch.Tensor]) -> None:
+        """Fills ``outs`` [world size, n], one per piece in the order given, contiguous: row r is rank r's piece. On a GPU queued on the
+        current stream. Raises FrameError for a frame that is corrupt or overflowed."""
+        self._work.wait()
+        for piece, out in zip(self._pieces, outs, strict=True):
+            offset = self._offsets[id(piece)]
+            received = self._rows[:, offset:offset + piece.wire.numel()]
+            if piece.codec is None:
+                out.view(torch.uint8).copy_(received)
+            else:
+                piece.codec.decode(received, out, skip=self._rank)
+                out[self._rank].copy_(piece.data)
+        self._workspace.give(self._buffer)
+        self._pieces = self._buffer = self._rows = self._work = None

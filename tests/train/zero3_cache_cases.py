@@ -1,0 +1,197 @@
+"""Cases run on every rank by test_zero3_cache.py: ZeRO-3 with ``cache_params``, bit by bit the same training as without."""
+import tempfile
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_set_full_fp32_param
+
+from ds_zipccl.backend.zero3_params import ATTRIBUTE
+from tests.train.zero3_cache_helpers import CACHED, STEPS, compare, muted, sample_loss, train
+from tests.train.zero_cases import Net
+
+FRAMED = 5              # of Net's parameters: embedding, three layers, head; the biases are too small
+GAS = 2
+
+
+def case_plain_training(rank, world_size):
+    """Frames are made once per step, not once per gather, and nothing else changes."""
+    run = compare(world_size=world_size)
+    cache = run.cache
+    assert cache["encodes"] == FRAMED * (STEPS + 1), cache          # before the first step, and after each
+    assert cache["refreshes"] == STEPS + 1 and cache["repairs"] == 0, cache
+    assert cache["shards"] > GAS * STEPS * FRAMED and cache["gathers"] < cache["shards"], cache       # forward, and backward for most
+    assert cache["encodes_saved"] == cache["shards"] - cache["encodes"] > cache["encodes"], cache
+    assert cache["raw_bytes"] / cache["wire_bytes"] > 1.2, cache
+    assert 0 < cache["held_bytes"] < cache["max_bytes"], cache
+
+
+def write_weight(engine, scale: float) -> None:
+    weight = engine.module.layers[1].weight
+    with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
+        if dist.get_rank() == 0:
+            weight.data.mul_(scale)
+
+
+class Eventful:
+    """Writes by everybody who may write, between steps. All ranks do the same."""
+
+    def __init__(self, folder: str):
+        self.folder = folder
+
+    def __call__(self, step: int, engine):
+        if step == 1:
+            write_weight(engine, 1.5)
+        if step == 2:
+            engine.save_checkpoint(self.folder, tag="early")
+            return sample_loss(engine)
+        if step == 3:
+            safe_set_full_fp32_param(engine.module.layers[0].weight, torch.full((96, 96), 0.01))
+            write_weight(engine, 0.5)
+            return sample_loss(engine)
+        if step == 4:
+            engine.load_checkpoint(self.folder, tag="early")
+            return sample_loss(engine)
+        if step == 5:
+            state = {name: torch.full(p.ds_shape, 0.02) for name, p in engine.module.named_parameters()}
+            engine.load_module_state_dict({"module": state}, fetch_z3_params=True)
+            return sample_loss(engine)
+        return None
+
+
+def shared_folder(folder: str) -> str:
+    folders = [folder]
+    dist.broadcast_object_list(folders)
+    return folders[0]
+
+
+def case_every_writer(rank, world_size):
+    with tempfile.TemporaryDirectory() as own:
+        run = compare(Eventful(shared_folder(own)), world_size=world_size)
+        dist.barrier()
+    assert run.cache["repairs"] == 0 and run.cache["refreshes"] == STEPS + 5, run.cache        # one more for each event that wrote
+
+
+def _finds_muted(act, expected: int) -> None:
+    """With its writers muted the action is found by the guard, so the counts of the other cases prove that writers announce. Without guard
+    and writers, training differs: the announcements are what keeps it right."""
+    if expected:
+        seen = train(CACHED, lambda step, engine: act(engine) if step == 2 else None, steps=4)
+        assert seen.cache["unknown_writes"] == 0
+
+    def quietly(step, engine):
+        if step == 2:
+            with muted():
+                act(engine)
+
+    found = train(CACHED, quietly, steps=4)
+    assert found.cache["unknown_writes"] == expected, found.cache
+    if expected:
+        assert found.losses == seen.losses
+
+    def unseen(step, engine):
+        for cache in getattr(engine, ATTRIBUTE)._caches.values():
+            cache.guard = False
+        if step == 2:
+            versions = [p.ds_tensor._version for p in engine.module.parameters()]
+            with muted():
+                act(engine)
+            for p, version in zip(engine.module.parameters(), versions, strict=True):
+                torch._C._autograd._unsafe_set_version_counter((p.ds_tensor,), (version,))
+
+    stale = train(CACHED, unseen, steps=4)
+    if expected:
+        assert stale.losses != seen.losses and stale.cache["unknown_writes"] == 0, "the writer's announcement makes no difference"
+
+
+def case_forgotten_gathered_parameters(rank, world_size):
+    _finds_muted(lambda engine: write_weight(engine, 1.5), 1)
+
+
+def case_forgotten_checkpoint(rank, world_size):
+    with tempfile.TemporaryDirectory() as own:
+        folder = shared_folder(own)
+
+        def act(engine):
+            engine.save_checkpoint(folder, tag="now")
+            with torch.no_grad():
+                for group in engine.optimizer.fp32_partitioned_groups_flat:
+                    group.mul_(0.5)
+            engine.save_checkpoint(folder, tag="halved")
+            engine.load_checkpoint(folder, tag="halved")
+
+        _finds_muted(act, FRAMED)
+        dist.barrier()
+
+
+def case_forgotten_step(rank, world_size):
+    """The mutation "optimizer.step says nothing": found at the next forward, in every step."""
+    honest = train(CACHED, steps=3)
+    with muted():
+        found = train(CACHED, steps=3)
+    assert found.losses == honest.losses and found.cache["unknown_writes"] == 2 * FRAMED, found.cache
+
+
+def case_unannounced_write_on_one_rank(rank, world_size):
+    """A script that writes into a shard behind everybody's back, on one rank alone."""
+
+    def between(step, engine):
+        if step in (1, 3):
+            if rank == 1:
+                engine.module.layers[2].weight.ds_tensor.data[5:9] *= -3
+            return sample_loss(engine)
+        return None
+
+    run = compare(between, world_size=world_size, unknown_writes=2 * (rank == 1))
+    assert run.cache["repairs"] == 2 * (rank == 1), run.cache
+
+
+def case_training_and_sampling_take_turns(rank, world_size):
+    """C86: the bare module runs between steps, and after hooks were set anew; parameters come from the same frames."""
+
+    def between(step, engine):
+        before = engine.module(torch.zeros(2, 3, dtype=torch.long)).item().hex() if step == 1 else None
+        losses = [sample_loss(engine, seed) for seed in range(3)]
+        if step == 4:
+            engine.optimizer.parameter_offload._remove_module_hooks()
+            engine.optimizer.parameter_offload.setup_zero_stage3_hooks()
+        return before, losses
+
+    run = compare(between, world_size=world_size)
+    assert run.cache["encodes"] == FRAMED * (STEPS + 1), run.cache
+
+
+def case_engines_of_one_process(rank, world_size):
+    """Two engines share runtime, counters and bound; one ends, the other goes on."""
+
+    def run_two(section):
+        losses, engines = [], []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            model = Net()
+            from tests.train.zero3_cache_helpers import config_for
+            engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config_for(section))
+            engines.append(engine)
+        from tests.train.zero3_cache_helpers import batches, cache_counters
+        data = batches(rank)
+        for step in range(8):
+            for engine in engines[:1] if step > 5 else engines:
+                loss = engine(next(data))
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item().hex())
+            if step == 5:
+                held = cache_counters().get("held_bytes", 0)
+                engines[1].destroy()
+                assert cache_counters().get("held_bytes", 0) == held // 2
+        counters = cache_counters()
+        engines[0].destroy()
+        if counters:
+            assert cache_counters()["held_bytes"] == 0 and not hasattr(engines[0], ATTRIBUTE)
+        from ds_zipccl.backend import deepspeed_hooks
+        deepspeed_hooks.deactivate()
+        return losses, counters
+
+    cached, counters = run_two(CACHED)
+    assert counters["unknown_writes"] == 0
+    assert cached == run_two({**CACHED, "cache_params": False})[0]

@@ -35,9 +35,20 @@ __device__ __forceinline__ u32 scan_inclusive(u32 value) {
 // The compiler moves no memory access across this.
 __device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
 
-// Words of 8 bytes that CTAs tell each other, whole or not at all; they bypass L1 and order nothing else.
+// Words of 8 bytes that CTAs of the device tell each other, whole or not at all; they bypass L1 and order nothing else.
+#ifdef ZIPSCAPE_EMULATE
 __device__ __forceinline__ u64 load_message(const u64* p) { return *(const volatile u64*)p; }
 __device__ __forceinline__ void store_message(u64* p, u64 value) { *(volatile u64*)p = value; }
+#else
+__device__ __forceinline__ u64 load_message(const u64* p) {
+    u64 value;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
+    return value;
+}
+__device__ __forceinline__ void store_message(u64* p, u64 value) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+}
+#endif
 
 // ---- copies to shared memory that need no registers on the way: a thread sees its own ones after wait_copies
 
@@ -63,6 +74,24 @@ __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 #endif
 }
+
+// Position of the highest bit that is set; any number for 0.
+__device__ __forceinline__ u32 highest_bit(u32 x) { return 31 - __clz(x); }
+
+// Shared memory by its own addresses: the compiler would work out a pointer anew at every access in a loop.
+#ifdef ZIPSCAPE_EMULATE
+typedef const u8* SharedAddress;
+__device__ __forceinline__ SharedAddress shared_address(const void* p) { return (const u8*)p; }
+__device__ __forceinline__ u8 load_shared_u8(SharedAddress a) { return *a; }
+#else
+typedef u32 SharedAddress;
+__device__ __forceinline__ SharedAddress shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ u8 load_shared_u8(SharedAddress a) {
+    u32 value;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(a) : "memory");
+    return (u8)value;
+}
+#endif
 
 // Shared memory whose size the launch says.
 #ifdef ZIPSCAPE_EMULATE

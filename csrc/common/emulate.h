@@ -184,6 +184,7 @@ inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask,
 inline void __syncwarp() { emulate::exchange(0); }
 inline void __syncthreads() { emulate::meet(emulate::cta_meeting, blockDim.x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     const uint64_t bytes = a | (uint64_t)b << 32;

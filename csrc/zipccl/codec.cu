@@ -8,7 +8,7 @@
 using namespace zipscape;
 
 // Warps of a CTA, and CTAs that must fit on a multiprocessor: what the compiler may spend on registers. nvrtc.py repeats the warps.
-constexpr u32 kEncodeWarps = 16, kDecodeWarps = 4, kReduceWarps = 4, kReduce2Warps = 4;
+constexpr u32 kDecodeWarps = 4, kReduceWarps = 4, kReduce2Warps = 4;
 constexpr u32 kEncodeCtas = 2, kDecodeCtas = 16, kReduceCtas = 5, kReduce2Ctas = 10;
 constexpr u32 kReduceRows = 4;              // rows whose headers are staged at once
 
@@ -16,7 +16,7 @@ constexpr u32 kReduceRows = 4;              // rows whose headers are staged at 
     extern "C" __global__ void __launch_bounds__((warps) * 32, ctas) name(const __grid_constant__ Call c)
 // What fits of 16-bit elements on a multiprocessor, fits half of FP32.
 #define ZIPCCL_KERNELS(F, dtype)                                                                                            \
-    ZIPCCL_KERNEL(zipccl_encode_##dtype, kEncodeWarps, kEncodeCtas * 2 / F::kItem) { encode_items<F, kEncodeWarps>(c); } \
+    ZIPCCL_KERNEL(zipccl_encode_##dtype, kEncodeWarps, kEncodeCtas * 2 / F::kItem) { encode_tile<F>(c); } \
     ZIPCCL_KERNEL(zipccl_decode_##dtype, kDecodeWarps, kDecodeCtas * 2 / F::kItem) { decode_blocks<F, kDecodeWarps>(c); }    \
     ZIPCCL_KERNEL(zipccl_reduce2_##dtype, kReduce2Warps, kReduce2Ctas * 2 / F::kItem) {                                      \
         decode_reduce_blocks<F, kReduce2Warps, 1, true>(c);                                                                  \
@@ -100,14 +100,13 @@ int zipccl_cuda_take_word(void* address, u32* word, cudaStream_t stream) {
 #endif
 }
 
-// ops.encode: x [num_rows] rows of row_stride bytes; status: [1]; row `skip` (or none: -1) is left out. max_ctas: as many as the device
-// runs at once; more items of work than that are claimed one by one.
+// ops.encode: x [num_rows] rows of row_stride bytes; status: [1]; row `skip` (or none: -1) is left out.
 int zipccl_cuda_encode(const void* geometry, const void* x, i64 row_stride, void* frames, i64 frame_stride, i64 num_rows, i64 skip,
-                       void* status, void* workspace, i64 max_ctas, cudaStream_t stream) {
+                       void* status, void* workspace, cudaStream_t stream) {
     const Call c = make_call(geometry, x, row_stride, frames, frame_stride, num_rows, skip, 0, status, workspace);
-    const i64 items = (c.g.num_tiles + 1) * (num_rows - (skip >= 0));
-    if (!items) return 0;
-    ZIPCCL_LAUNCH_DTYPE(encode, dim3((u32)(items < max_ctas ? items : max_ctas)), kEncodeWarps,
+    const dim3 grid((u32)c.g.num_tiles + 1, (u32)(num_rows - (skip >= 0)));
+    if (!grid.y) return 0;
+    ZIPCCL_LAUNCH_DTYPE(encode, grid, kEncodeWarps,
                         c.g.itemsize == 4 ? kEncodeShared<Fp32> : kEncodeShared<Bf16>, stream, c)
     return last_error();
 }

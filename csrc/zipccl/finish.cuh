@@ -1,5 +1,5 @@
-// Encode's last item of a row: sub-pools, header and status, once the counts of all tiles have arrived. It is a piece of work of its own, so
-// that it runs beside the last tiles and not after them.
+// Encode's end of a row: sub-pools, header and status, once the counts of all tiles have arrived. It has a CTA of its own, so that it runs
+// beside the last tiles and not after them.
 #ifndef ZIPCCL_FINISH_CUH
 #define ZIPCCL_FINISH_CUH
 
@@ -27,69 +27,86 @@ __device__ __forceinline__ Outcome worst_of_lanes(Outcome o) {
     return {__reduce_max_sync(kAllLanes, o.need), __reduce_max_sync(kAllLanes, o.overflow), __reduce_max_sync(kAllLanes, o.spill)};
 }
 
-// One warp: the group's outcome; zeroes what its sub-pool does not use.
-__device__ __forceinline__ Outcome finish_group(const Call& c, const u64* tiles, u32 tag, u8* frame, u32 group) {
-    constexpr u32 kPerLane = 8;
+// One warp: the outcome of a group, some tile of which spills; all its messages have arrived. Zeroes what its sub-pool does not use.
+__device__ __forceinline__ Outcome finish_group(const Call& c, const u64* tiles, u8* frame, u32 group) {
     const u32 num_tiles = (u32)c.g.num_tiles, first = group * (u32)c.g.group_tiles, size = pool_size(c.g, group);
-    const u32 mine = first + lane_id() * kPerLane;               // group_tiles = 32 * kPerLane
-    u64 messages[kPerLane];
-    for (bool all = false; !all;) {                              // all loads are under way at once
-        all = true;
-#pragma unroll
-        for (u32 i = 0; i < kPerLane; i++) messages[i] = mine + i < num_tiles ? load_message(tiles + mine + i) : 0;
-#pragma unroll
-        for (u32 i = 0; i < kPerLane; i++) all = all && (mine + i >= num_tiles || (u32)(messages[i] >> 32) == tag);
+    const u32 end = min(first + (u32)c.g.group_tiles, num_tiles);
+    u32 total = 0, used = 0;           // used: end of the last spill that fits
+#pragma unroll 1
+    for (u32 t = first; t < end; t += kWarp) {
+        const u32 mine = t + lane_id();
+        const u32 capacity = (u32)(mine == num_tiles - 1 ? c.g.last_escapes_capacity : c.g.escapes_capacity);
+        const u32 spill = mine < end ? spill_of((u32)load_message(tiles + mine), capacity) : 0, up_to = total + scan_inclusive(spill);
+        used = max(used, __reduce_max_sync(kAllLanes, spill && up_to <= size ? up_to : 0));
+        total = __shfl_sync(kAllLanes, up_to, kWarp - 1);
     }
-    u32 spills[kPerLane], sum = 0, need = 0;
-#pragma unroll
-    for (u32 i = 0; i < kPerLane; i++) {
-        const bool last = mine + i == num_tiles - 1;
-        const u32 escapes = (u32)messages[i], nb = (u32)(last ? c.g.last_blocks : c.g.tile_blocks);
-        spills[i] = spill_of(escapes, (u32)(last ? c.g.last_escapes_capacity : c.g.escapes_capacity));
-        sum += spills[i];
-        need = max(need, (escapes + nb - 1) / nb);
-    }
-    const u32 inclusive = scan_inclusive(sum), total = __shfl_sync(kAllLanes, inclusive, kWarp - 1);
-    u32 used = 0;                      // end of the last spill that fits
-#pragma unroll
-    for (u32 i = 0, end = inclusive - sum; i < kPerLane; i++) {
-        end += spills[i];
-        if (spills[i] && end <= size) used = end;
-    }
-    used = __reduce_max_sync(kAllLanes, used);
     u8* pool = frame + c.g.pools_offset + group * c.g.pool_bytes;
     const u32 whole = (used + 15) / 16 * 16;
     if (used + lane_id() < whole) pool[used + lane_id()] = 0;
     for (u32 at = whole + 16 * lane_id(); at < size; at += 16 * kWarp) *(uint4*)(pool + at) = make_uint4(0, 0, 0, 0);
-    const u32 unit = kSpillUnitBytes * min((u32)c.g.group_tiles, num_tiles - first);
-    return {__reduce_max_sync(kAllLanes, need), total > size, (total + unit - 1) / unit};
+    const u32 unit = kSpillUnitBytes * (end - first);
+    return {0, total > size, (total + unit - 1) / unit};
 }
 
-// The CTA: row `row_index` of `num_rows`; with the last one the call's status. `claims`: what the next call starts counting from.
-template <u32 kWarps>
-__device__ __forceinline__ void finish_row(const Call& c, u32 row_index, u32 num_rows, u32 tag, u32 claims) {
-    __shared__ Outcome outcomes[kWarps];
-    const Workspace ws = find_workspace(c, row_index);
-    u8* frame = c.frames + row_of(c, row_index) * c.frame_stride;
-    const u32 warp = warp_id(), lane = lane_id(), num_groups = (u32)c.g.num_groups;
+// The CTA: the grid row's end; with the last one the call's status. A thread waits for its tiles' messages only, so that the last one is
+// noticed at once; where no tile spills (as a rule), little is left to do then.
+__device__ __forceinline__ void finish_row(const Call& c, u8* frame, u32 tag) {
+    constexpr u32 kAtOnce = 8;
+    __shared__ Outcome outcomes[kWarp];
+    __shared__ u32 any_spill;
+    const Workspace ws = find_workspace(c, blockIdx.y);
+    const u32 warp = warp_id(), num_warps = blockDim.x / kWarp, lane = lane_id(), num_tiles = (u32)c.g.num_tiles;
+    if (threadIdx.x == 0) any_spill = 0;
+    __syncthreads();
     Outcome o = {0, 0, 0};
-    for (u32 group = warp; group < num_groups; group += kWarps) o = worst(o, finish_group(c, ws.tiles, tag, frame, group));
+    u32 spills = 0;
+    for (u32 first = threadIdx.x; first < num_tiles; first += kAtOnce * blockDim.x) {
+        u64 messages[kAtOnce];
+        for (bool all = false; !all;) {                    // all loads are under way at once
+            all = true;
+#pragma unroll
+            for (u32 i = 0; i < kAtOnce; i++) {
+                const u32 t = first + i * blockDim.x;
+                messages[i] = t < num_tiles ? load_message(ws.tiles + t) : (u64)tag << 32;
+            }
+#pragma unroll
+            for (u32 i = 0; i < kAtOnce; i++) all = all && (u32)(messages[i] >> 32) == tag;
+        }
+#pragma unroll
+        for (u32 i = 0; i < kAtOnce; i++) {
+            const bool last = first + i * blockDim.x == num_tiles - 1;
+            const u32 escapes = (u32)messages[i], nb = (u32)(last ? c.g.last_blocks : c.g.tile_blocks);
+            o.need = max(o.need, (escapes + nb - 1) / nb);
+            spills |= spill_of(escapes, (u32)(last ? c.g.last_escapes_capacity : c.g.escapes_capacity));
+        }
+    }
+    if (spills) any_spill = 1;
+    o.need = __reduce_max_sync(kAllLanes, o.need);
     if (lane == 0) outcomes[warp] = o;
     __syncthreads();
+    if (any_spill) {
+        for (u32 group = warp; group < (u32)c.g.num_groups; group += num_warps) o = worst(o, finish_group(c, ws.tiles, frame, group));
+        if (lane == 0) outcomes[warp] = o;
+        __syncthreads();
+    } else {
+        u8* pools = frame + c.g.pools_offset;
+        for (i64 at = 16 * threadIdx.x; at < c.g.frame_bytes - c.g.pools_offset; at += 16 * blockDim.x)
+            *(uint4*)(pools + at) = make_uint4(0, 0, 0, 0);
+    }
     if (warp != 0) return;
-    o = worst_of_lanes(lane < kWarps ? outcomes[lane] : Outcome{0, 0, 0});
+    o = worst_of_lanes(lane < num_warps ? outcomes[lane] : Outcome{0, 0, 0});
     ((u32*)frame)[lane] = lane == kStatusOffset / 4 ? status_word(o) : c.header[lane];
-    if (row_index + 1 < num_rows) {
+    if (blockIdx.y + 1 < gridDim.y) {
         if (lane == 0) send(ws.row, tag, status_word(o));
         return;
     }
-    const u64* first_row = ws.row - (i64)row_index * ws.row_stride;
+    const u64* first_row = ws.row - (i64)blockIdx.y * ws.row_stride;
     Outcome others = {0, 0, 0};
-    for (u32 i = lane; i < row_index; i += kWarp) others = worst(others, outcome_of(receive(first_row + i * ws.row_stride, tag)));
-    if (num_rows > 1) o = worst(o, worst_of_lanes(others));
+    for (u32 i = lane; i < blockIdx.y; i += kWarp) others = worst(others, outcome_of(receive(first_row + i * ws.row_stride, tag)));
+    if (gridDim.y > 1) o = worst(o, worst_of_lanes(others));
     if (lane == 0) {
         *c.status = status_word(o);
-        store_message(ws.last, (u64)claims << 32 | tag);             // every CTA with work has read it
+        store_message(ws.last_tag, tag);                   // every CTA has read it, or it could not have sent anything
     }
 }
 

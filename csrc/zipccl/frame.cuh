@@ -65,28 +65,26 @@ __device__ __forceinline__ i64 row_of(const Call& c, u32 index) { return index +
 // ---- encode's workspace: what CTAs tell each other. A message is a value below its tag; a tag no earlier call used marks it as sent.
 
 struct Workspace {
-    u64* last;                         // of the calls so far: the tag, above it the number of claims
-    u32* claims;                       // items of work that CTAs have claimed, in all calls together
+    u64* last_tag;                     // of the calls so far
     u64* row;                          // this row's status
     u64* tiles;                        // [num_tiles] numbers of escapes
     i64 row_stride;                    // words to the same of the next row
 };
 
-inline __host__ __device__ i64 workspace_words(i64 num_rows, i64 num_tiles) { return 2 + num_rows * (1 + num_tiles); }
+inline __host__ __device__ i64 workspace_words(i64 num_rows, i64 num_tiles) { return 1 + num_rows * (1 + num_tiles); }
 
 __device__ __forceinline__ Workspace find_workspace(const Call& c, u32 row_index) {
     Workspace w;
-    w.last = c.workspace;
-    w.claims = (u32*)(c.workspace + 1);
+    w.last_tag = c.workspace;
     w.row_stride = 1 + c.g.num_tiles;
-    w.row = c.workspace + 2 + row_index * w.row_stride;
+    w.row = c.workspace + 1 + row_index * w.row_stride;
     w.tiles = w.row + 1;
     return w;
 }
 
 __device__ __forceinline__ void send(u64* to, u32 tag, u32 value) { store_message(to, (u64)tag << 32 | value); }
 
-// Waits for a message. Only for what an earlier item of work sends: CTAs start and claim items in that order, so the sender runs or is done.
+// Waits for a message. Only CTAs of a lower index may be waited for: CTAs start in that order, so the sender runs or is done.
 __device__ __forceinline__ u32 receive(const u64* from, u32 tag) {
     u64 message;
     while ((u32)((message = load_message(from)) >> 32) != tag) {}

@@ -9,7 +9,7 @@ from zipscape.errors import describe
 
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = {
-    "zipccl_cuda_encode": [_P, _P, _I, _P, _I, _I, _I, _P, _P, _I, _P],
+    "zipccl_cuda_encode": [_P, _P, _I, _P, _I, _I, _I, _P, _P, _P],
     "zipccl_cuda_decode": [_P, _P, _I, _P, _I, _I, _I, _P, _P],
     "zipccl_cuda_decode_reduce": [_P, _P, _I, _I, _P, _I, _P, _P, _P],
     "zipccl_cuda_prepare": [ctypes.POINTER(_P), ctypes.POINTER(_I), ctypes.POINTER(_P)],
@@ -26,7 +26,7 @@ def packed_geometry(g: Geometry) -> bytes:
 def workspace_words(num_rows: int, g: Geometry) -> int:
     """Words of 8 bytes, once zeroed, that encode needs as workspace (``workspace_words`` in csrc/zipccl/frame.cuh, a test compares
     both)."""
-    return 2 + num_rows * (1 + g.num_tiles)
+    return 1 + num_rows * (1 + g.num_tiles)
 
 
 class CudaCalls:
@@ -64,8 +64,8 @@ class CudaCalls:
             _refused("the reading of the error word", code)
         return word.value
 
-    def encode(self, g, x, row_stride, frames, frame_stride, num_rows, skip, status, workspace, max_ctas, stream) -> None:
-        code = self._encode(packed_geometry(g), x, row_stride, frames, frame_stride, num_rows, skip, status, workspace, max_ctas, stream)
+    def encode(self, g, x, row_stride, frames, frame_stride, num_rows, skip, status, workspace, stream) -> None:
+        code = self._encode(packed_geometry(g), x, row_stride, frames, frame_stride, num_rows, skip, status, workspace, stream)
         if code:
             _refused("encode", code)
 

@@ -23,7 +23,6 @@ from zipscape.op_builder.zipccl import ZIPCCL_CUDA
 
 log = logging.getLogger("ds_zipccl")
 
-ENCODE_CTAS = {2: 2, 4: 1}   # per multiprocessor, by item size: as in codec.cu (a test compares)
 FRAME_ALIGN = 16             # what the kernels need of a frame's address and stride; others are copied first
 _KINDS = ("a frame header is not what this call expects, or marked as overflowed", "a block's escape count differs from its codes",
           "a tile's escape count differs from its blocks'", "block mode or window base out of range",
@@ -62,10 +61,8 @@ def _name_of(index: int) -> str:
 class _Device:
     """The module's global words on one device, and which of the workspace words are taken by whom."""
 
-    def __init__(self, calls, index: int):
+    def __init__(self, calls):
         self._base, self._num_words, self.errors = calls.prepare()
-        multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
-        self.encode_ctas = {itemsize: multiprocessors * ctas for itemsize, ctas in ENCODE_CTAS.items()}
         self._used = 0
         self._by_stream: dict[int, tuple[int, int]] = {}          # stream -> (address, words)
         self._kept: list[torch.Tensor] = []
@@ -108,7 +105,7 @@ class CudaKernels:
         if device is None:
             if self._arches:
                 cuda_arch.check(self._arches, torch.cuda.get_device_capability(index), _name_of(index))
-            device = self._devices.setdefault(index, _Device(self._calls, index))
+            device = self._devices.setdefault(index, _Device(self._calls))
         return device
 
     def encode(self, x: torch.Tensor, frames: torch.Tensor, status: torch.Tensor, g: Geometry, skip: int = -1) -> None:
@@ -125,10 +122,9 @@ class CudaKernels:
             return None
         rows = x.shape[0]
         stream = _current_stream(index)
-        device = self._device(index)
-        workspace = device.workspace(stream, workspace_words(rows, g))
+        workspace = self._device(index).workspace(stream, workspace_words(rows, g))
         self._calls.encode(g, x.data_ptr(), x.stride(0) * g.itemsize, frames.data_ptr(), frames.stride(0), rows, skip,
-                           status.data_ptr(), workspace, device.encode_ctas[g.itemsize], stream)
+                           status.data_ptr(), workspace, stream)
 
     def decode(self, frames: torch.Tensor, out: torch.Tensor, g: Geometry, skip: int = -1) -> None:
         index = out.get_device()

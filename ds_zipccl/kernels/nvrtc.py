@@ -134,9 +134,8 @@ class NvrtcCalls:
         self._check(self._driver.cuStreamSynchronize(stream), "to synchronize")
         return word.value
 
-    def encode(self, g, x, row_stride, frames, frame_stride, num_rows, skip, status, workspace, max_ctas, stream) -> None:
-        items = (g.num_tiles + 1) * (num_rows - (skip >= 0))
-        self._launch("encode", g, min(items, max_ctas), 1, stream,
+    def encode(self, g, x, row_stride, frames, frame_stride, num_rows, skip, status, workspace, stream) -> None:
+        self._launch("encode", g, g.num_tiles + 1, num_rows - (skip >= 0), stream,
                      x, frames, 0, row_stride, frame_stride, num_rows, skip, status, workspace)
 
     def decode(self, g, frames, frame_stride, out, row_stride, num_rows, skip, errors, stream) -> None:

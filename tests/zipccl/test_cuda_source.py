@@ -11,7 +11,7 @@ import torch
 from ds_zipccl.codec import format as fmt
 from ds_zipccl.codec.dtypes import TABLE
 from ds_zipccl.errors import FrameError
-from ds_zipccl.kernels import impl_cuda, impl_reference, nvrtc
+from ds_zipccl.kernels import impl_reference, nvrtc
 from ds_zipccl.kernels.cuda_calls import CudaCalls, packed_geometry, workspace_words
 from tests.zipccl import window_cases
 from zipscape.errors import BuildError
@@ -76,13 +76,13 @@ def rows_of(kind: str, rows: int, n: int, dtype, offset: int) -> torch.Tensor:
 WORKSPACE = torch.zeros(4096, dtype=torch.int64)           # the same for all calls, as on a stream
 
 
-def encode(calls, x, g, skip=-1, max_ctas=1 << 20):
+def encode(calls, x, g, skip=-1):
     stride = fmt.align(g.frame_bytes)
     frames = torch.full((x.shape[0], stride), 0xA5, dtype=torch.uint8)
     status = torch.full((1,), -1, dtype=torch.int32)
     assert workspace_words(x.shape[0], g) <= WORKSPACE.numel()
     calls.encode(g, x.data_ptr(), x.stride(0) * g.itemsize, frames.data_ptr(), stride, x.shape[0], skip, status.data_ptr(),
-                 WORKSPACE.data_ptr(), max_ctas, 0)
+                 WORKSPACE.data_ptr(), 0)
     return frames, status
 
 
@@ -103,10 +103,9 @@ def decode(calls, frames, out, g, skip=-1) -> int:
 def check(calls, x, g, skip=-1):
     item = g.itemsize
     expected, expected_status = reference_encode(x, g, skip)
-    for max_ctas in (1 << 20, 1):                  # a CTA for every item of work; one that claims them all
-        frames, status = encode(calls, x, g, skip, max_ctas)
-        assert torch.equal(status, expected_status)
-        assert torch.equal(frames, expected), f"first difference at {(frames != expected).nonzero()[0].tolist()}"
+    frames, status = encode(calls, x, g, skip)
+    assert torch.equal(status, expected_status)
+    assert torch.equal(frames, expected), f"first difference at {(frames != expected).nonzero()[0].tolist()}"
     if int(status) & fmt.OVERFLOW_BIT:
         return
     whole = torch.zeros_like(x.new_empty(x.shape[0], x.shape[1] + 3))
@@ -180,11 +179,9 @@ def test_corrupt_metadata_is_reported_as_by_the_reference(emulated):
 
 
 def test_nvrtc_launches_what_the_source_says():
-    source = ZIPCCL_CUDA.source_paths()[0].read_text()
+    source = ZIPCCL_CUDA.source_paths()[0].read_text() + (CSRC / "zipccl/encode.cuh").read_text()
     warps = {name.lower(): int(count) for name, count in re.findall(r"k(Encode|Decode|Reduce|Reduce2)Warps = (\d+)", source)}
     assert warps == nvrtc._WARPS
-    ctas = int(re.search(r"kEncodeCtas = (\d+)", source).group(1))
-    assert {2: ctas, 4: ctas // 2} == impl_cuda.ENCODE_CTAS
     wide, narrow = map(int, re.search(r"kLaneStage = F::kItem == 4 \? (\d+) : (\d+)", (CSRC / "zipccl/window.cuh").read_text()).groups())
     assert {2: 32 * narrow, 4: 32 * wide} == nvrtc._BLOCK_STAGE
 

@@ -62,6 +62,10 @@ class ZipcclConfig(BaseModel):
     kernels: Literal["best", "reference", "cpu", "cuda", "triton"] = "best"
     """The codec's kernels. "best" takes the fastest that works here; a name is taken literally or is an error."""
 
+    window: Literal["block", "sigma"] = "block"
+    """Which exponents are coded in 3 bits. "block": around the mean of each block of 1,024 elements; "sigma": the paper's way, one window
+    from the tensor's standard deviation, measured once per group, collective, dtype and size, and again after an overflow."""
+
     deterministic_reduce: bool = True
     """Timing never chooses a reduction's arithmetic: beyond 2 ranks an adaptive reduce-scatter stays native. ("always"
     and "never" fix the arithmetic anyway; at 2 ranks both give the same bits.)"""

@@ -62,6 +62,11 @@ class Codec:
         plain = header[:fmt.STATUS_OFFSET] + bytes(4) + header[fmt.STATUS_OFFSET + 4:]
         return self if plain == self.geometry.header else replace(self, geometry=self.geometry._replace(header=plain))
 
+    def giving(self, window_lo: int) -> "Codec":
+        """The same codec with another given window (-1: none) in what it encodes."""
+        header = self.geometry.header[:fmt.WINDOW_OFFSET] + bytes([window_lo + 1]) + self.geometry.header[fmt.WINDOW_OFFSET + 1:]
+        return replace(self, geometry=self.geometry._replace(window_lo=window_lo, header=header))
+
     def raise_on_error(self, device: torch.device) -> None:
         """Raises FrameError if a frame decoded on ``device`` before was corrupt. Only kernels that cannot raise by
         themselves (CUDA) have anything to look up; they wait for the device."""

@@ -20,6 +20,7 @@ TILE_ELEMS = BLOCK_ELEMS * TILE_BLOCKS
 TILE_HEADER_BYTES = 16
 BLOCK_HEADER_BYTES = 4
 CODE_BYTES = BLOCK_ELEMS * 3 // 8            # one packed 3-bit plane of a block
+WINDOW_OFFSET = 7
 STATUS_OFFSET = 20
 CHECKSUM_OFFSET = 24                         # u32 kind, u32 checksum of the frame with this u32 zero
 OVERFLOW_BIT = 1 << 16

@@ -26,6 +26,7 @@ class Capacity:
     give_up_bytes: int
     spill_per_tile: int = DEFAULT_SPILL_PER_TILE
     calls_left_out: int = 0
+    given_windows: bool = False             # measured once, by rank: an overflow may say no more than that one is out of date
     _recent: deque = field(default_factory=lambda: deque(maxlen=SHRINK_AFTER))
 
     @classmethod
@@ -46,7 +47,9 @@ class Capacity:
         """Takes the largest spill need over all ranks of a finished call, in bytes per tile."""
         self._recent.append(need)
         if overflow:
-            if need > self.give_up_bytes:
+            if self.given_windows and len(self._recent) > 1:
+                pass                                    # they served until now and are measured anew for the next call
+            elif need > self.give_up_bytes:
                 self.calls_left_out = RETRY_AFTER
             else:
                 self.spill_per_tile = _room_for(need)

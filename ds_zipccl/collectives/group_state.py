@@ -8,6 +8,7 @@ import torch.distributed as dist
 from ds_zipccl.collectives.capacity import Capacity
 from ds_zipccl.collectives.completer import Completer
 from ds_zipccl.collectives.transport import SideChannel
+from ds_zipccl.collectives.windows import Windows
 from ds_zipccl.collectives.work import Pending
 
 MAX_CLASSES = 1024          # of capacity: sizes that are new in every call must not fill the memory
@@ -24,6 +25,7 @@ class GroupState:
         self._device = device
         self.capacities: dict[tuple, Capacity] = {}
         self._pair_capacities: dict[tuple, Capacity] = {}
+        self.windows = Windows()
         self.decisions: dict[tuple, bool] = {}
         self.num_asked, self.answers = 0, None          # all-to-alls before the switch knows pieces that could be zipped
         self._pairs_connected = False

@@ -12,6 +12,7 @@ from ds_zipccl.codec.integrity import CODECS
 from ds_zipccl.collectives import switch
 from ds_zipccl.collectives.capacity import Capacity
 from ds_zipccl.collectives.registry import Call, CollectiveSpec
+from ds_zipccl.collectives.windows import LaunchWindows
 from ds_zipccl.config import ZipcclConfig
 
 STATUS_BYTES = 4
@@ -36,12 +37,14 @@ class Started:
 
 
 class Launch:
-    """The group's channels and capacities, frames from the workspace, codecs. ``trial``: leaves no trace in the capacities."""
+    """The group's channels and capacities, frames from the workspace, codecs. ``trial``: leaves no trace in the capacities and windows."""
 
-    def __init__(self, *, config: ZipcclConfig, choice: str, kernels: str, workspace, state, device: torch.device, trial: bool = False):
+    def __init__(self, *, spec: CollectiveSpec, config: ZipcclConfig, choice: str, kernels: str, workspace, state, device: torch.device,
+                 trial: bool = False):
         self.config, self.choice, self.side, self.state, self.device, self.trial = config, choice, state.side, state, device, trial
         self.status = torch.zeros(1, dtype=torch.int32, device=device)
         self._kernels, self._workspace, self._taken = kernels, workspace, []
+        self._windows = LaunchWindows(state.windows, spec.name, spec.pairwise) if config.window == "sigma" and not trial else None
 
     @property
     def bulk(self):
@@ -52,13 +55,17 @@ class Launch:
         """The class of such calls on the group; rows of ``row_numel`` elements."""
         if self.trial:
             return Capacity.of(row_numel, dtype.itemsize, first_spill)
-        return self.state.capacity(op, dtype, row_numel, first_spill)
+        return self._told(self.state.capacity(op, dtype, row_numel, first_spill))
 
     def pair_capacity(self, op: str, peer: int, outgoing: bool, dtype: torch.dtype, numel: int, first_spill: float) -> Capacity:
         """The class of what goes to or comes from ``peer``."""
         if self.trial:
             return Capacity.of(numel, dtype.itemsize, first_spill)
-        return self.state.pair_capacity(op, peer, outgoing, dtype, numel, first_spill)
+        return self._told(self.state.pair_capacity(op, peer, outgoing, dtype, numel, first_spill))
+
+    def _told(self, capacity: Capacity) -> Capacity:
+        capacity.given_windows = self._windows is not None
+        return capacity
 
     def slower_pair(self, dtype: torch.dtype, num_bytes: int) -> str | None:
         """The reason why a pair goes raw that would be zipped if the switch had not found that slower. ``num_bytes``: world size times
@@ -81,7 +88,15 @@ class Launch:
         return self.take_bytes(num_rows * codec.frame_bytes).view(num_rows, codec.frame_bytes)
 
     def encode(self, codec: Codec, rows: torch.Tensor, frames: torch.Tensor, skip: int = -1) -> None:
+        """With this rank's given window where the configuration wants one; what is decoded needs no such thing."""
+        if self._windows is not None:
+            codec = self._windows.codec(codec, rows)
         codec.encode(rows, frames, self.status, skip)
+
+    def forget_windows(self) -> None:
+        """After an overflow: given windows are measured anew for the next call."""
+        if self._windows is not None:
+            self._windows.forget()
 
     def release(self) -> None:
         for buffer in self._taken:

@@ -110,8 +110,8 @@ class Runtime:
         return None if state.decisions[key] else "native_is_faster"
 
     def _launch(self, spec: CollectiveSpec, call: Call, state: GroupState, trial: bool = False) -> Launch:
-        return Launch(config=self.config, choice=getattr(self.config.collectives, spec.family), kernels=self.kernels[call.device.type],
-                      workspace=self.workspace, state=state, device=call.device, trial=trial)
+        return Launch(spec=spec, config=self.config, choice=getattr(self.config.collectives, spec.family),
+                      kernels=self.kernels[call.device.type], workspace=self.workspace, state=state, device=call.device, trial=trial)
 
     def _start(self, spec: CollectiveSpec, call: Call, state: GroupState, outputs, store) -> ZipWork | str:
         """Launches a zipped call, or returns the reason why not. ``store()``: fills the user's ``outputs`` from the call's."""
@@ -124,6 +124,7 @@ class Runtime:
             resent_bytes = started.on_words(words)
             if resent_bytes is not None:
                 self.stats.overflow(call.op, resent_bytes)
+                launch.forget_windows()
 
         def finish() -> None:
             started.finish()

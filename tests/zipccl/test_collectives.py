@@ -3,7 +3,7 @@ import pytest
 
 from tests.helpers.ranks import assert_ok, case_names
 
-MODULES = ("tests.zipccl.collective_cases", "tests.zipccl.collective_fault_cases")
+MODULES = ("tests.zipccl.collective_cases", "tests.zipccl.collective_fault_cases", "tests.zipccl.collective_window_cases")
 
 
 def cases_of(module: str, world_size: int) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ def test_choice_per_collective_keeps_the_others_default():
     ({"collectives": "auto"}, ["'auto'", "'adaptive'"]),
     ({"collectives": {"all_gater": "always"}}, ["collectives.all_gater", "unknown field", "all_gather"]),
     ({"kernels": "avx"}, ["kernels = 'avx'", "'reference'"]),
+    ({"window": "mean"}, ["window = 'mean'", "'block' or 'sigma'"]),
     ({"max_workspace_bytes": 5}, ["max_workspace_bytes = 5", "1048576"]),
     ({"min_bytes": -1, "log": 3}, ["min_bytes = -1", "log = 3"]),
 ])

@@ -1,8 +1,8 @@
 """``ds_zipccl bench ...``: the measurements that come with the package, one subcommand each."""
-from ds_zipccl.cli import bench_codec
+from ds_zipccl.cli import bench_codec, bench_collectives
 
-HELP = "measure: codec"
-BENCHES = {"codec": bench_codec}
+HELP = "measure: codec, collectives"
+BENCHES = {"codec": bench_codec, "collectives": bench_collectives}
 
 
 def add_arguments(parser) -> None:

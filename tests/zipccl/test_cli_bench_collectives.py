@@ -1,0 +1,85 @@
+"""``ds_zipccl bench collectives`` on tiny sizes (C133): its rows, its verification, its refusals, its launchers."""
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from ds_zipccl.cli.bench_collectives import median_interval
+from ds_zipccl.cli.main import main
+from ds_zipccl.collectives.registry import specs
+from tests.helpers import ranks
+from tests.zipccl import bench_cases
+
+COMMAND = ["bench", "collectives", "-b", "64K", "-e", "128K", "-f", "2", "--iters", "2", "--device", "cpu"]
+
+
+def check(rows: list[dict], ops) -> None:
+    assert [row["op"] for row in rows if row["impl"] == "ours" and not row["in_place"]] == [op for op in ops for _ in range(2)]
+    for row in rows:
+        assert row["wrong"] == 0 and row["ranks"] == 2 and row["time_us"] > 0
+        assert row["bytes"] == 2 * row["count"] and abs(row["bytes"] - (1 << 16 if row["bytes"] < 100000 else 1 << 17)) <= 4
+        assert row["algbw"] == pytest.approx(row["bytes"] / row["time_us"] / 1e3)
+        assert row["busbw"] == pytest.approx(row["algbw"] * specs()[row["op"]].bus_factor(2))
+        low, high = row["speedup_interval"]
+        assert low <= row["speedup"] <= high
+        if row["impl"] == "ours":
+            assert row["path"] == row["decision"] == "zipped" and 1.25 < row["ratio"] < 1.42
+        else:
+            assert row["path"] == "native" and row["ratio"] == 1
+    native = [row for row in rows if row["impl"] == "native"]
+    assert all(row["speedup"] == 1 for row in native)
+    assert {row["in_place"] for row in rows if row["op"] == "all_gather_into_tensor"} <= {False, True}
+
+
+def test_every_collective_of_the_registry(tmp_path):
+    file = tmp_path / "rows.json"
+    assert main([*COMMAND, "--ranks", "2", "--json", str(file)]) == 0
+    document = json.loads(file.read_text())
+    assert set(document) == {"meta", "settings", "rows"}
+    check(document["rows"], list(specs()))
+
+
+def run_under(launcher: list[str], tmp_path, **more) -> list[dict]:
+    file = tmp_path / "rows.json"
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    done = subprocess.run([*launcher, *COMMAND, "--op", "all_gather_into_tensor", "--json", str(file)], env={**clean, **more},
+                          capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return json.loads(file.read_text())["rows"]
+
+
+def test_under_torchrun(tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ds_zipccl.cli.main"]
+    check(run_under(launcher, tmp_path), ["all_gather_into_tensor"])
+
+
+@pytest.mark.slow
+def test_under_deepspeed(tmp_path):
+    port = socket.create_server(("127.0.0.1", 0)).getsockname()[1]
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port), "--module",
+                "ds_zipccl.cli.main"]
+    check(run_under(launcher, tmp_path, DS_ACCELERATOR="cpu"), ["all_gather_into_tensor"])
+
+
+def test_wrong_elements_are_counted():
+    """One flipped bit, one element never written, one result that is right: what ``count_wrong`` sees of each."""
+    assert ranks.outcomes(bench_cases.__name__, ("case_count_wrong",), 2)["case_count_wrong"] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ([], "at least 2 ranks"), (["--ranks", "1"], "at least 2 ranks"), (["--ranks", "2", "--op", "gather"], "all_reduce"),
+    (["--ranks", "2", "-b", "2M", "-e", "1M"], "-b <= -e"), (["--ranks", "2", "-f", "1"], "-f >= 2"), (["--ranks", "2", "-b", "x"], "64K")])
+def test_refusals(arguments, message, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["bench", "collectives", "--device", "cpu", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_interval_of_the_median():
+    values = [float(v) for v in (5, 1, 9, 3, 7, 11, 2, 8, 6, 4, 10)]
+    assert median_interval(values) == (2, 10)              # 11 values: between the 2nd and the 10th with 98.8 %
+    assert median_interval(values[:5]) == (1, 9)           # too few for 95 %: all of them
+    assert median_interval([float(v) for v in range(1, 31)]) == (10, 21)

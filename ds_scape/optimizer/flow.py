@@ -9,6 +9,7 @@
 
 Until 2 nothing is changed, so a step that is skipped leaves everything as it was, the mask under way included.
 """
+import logging
 import math
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from ds_scape.update import norms, scape_rule
 from ds_scape.update import residual as residuals
 from zipscape.errors import ZipScapeError, describe
 
+log = logging.getLogger("ds_scape")
 #: Checksums travel as doubles: integers below this are exact.
 CHECKSUM_MODULUS = 1 << 52
 _WIRE = {**residuals.WIRE_DTYPES, "fp64": torch.float64}
@@ -53,6 +55,7 @@ class Flow:
         self._wire = _WIRE[params.values_dtype]
         self._all_dense = Positions(self.layout, None)
         self._positions, self._mask_message, self._arriving = self._all_dense, None, None
+        self._unmasked_step = 1             # a step that has no mask: the first, and one after a mask could not be restored
 
     @property
     def masked(self) -> list[FlatState]:
@@ -60,7 +63,7 @@ class Flow:
 
     def is_dense(self, step: int) -> bool:
         """Whether step number ``step`` (from 1) runs without masks."""
-        return self.codec is None or step <= max(1, self.params.dense_warmup_steps)
+        return self.codec is None or step <= self.params.dense_warmup_steps or step == self._unmasked_step
 
     @torch.no_grad()
     def step(self, fresh: list[torch.Tensor], *, max_norm: float = 0.0, loss_scale: float = 1.0) -> StepResult:
@@ -79,18 +82,46 @@ class Flow:
             self._start_mask(early_scores)
         return StepResult(True, (), grad_norm, positions.dense)
 
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Synchronises everything that is waiting, without a step: afterwards all residuals are 0 and every coordinate is up to date.
+
+        Exact values are sent, once, by all ranks. What coordinates of the last step still hold is the wire's rounding error of that step;
+        it is dropped, since no step has passed for which it could be applied.
+        """
+        dtype = self.flats[0].residual.dtype
+        means = reduce_to_owners([flat.residual for flat in self.flats], self._all_dense, self.transport, dtype)
+        for flat, mean in zip(self.flats, means, strict=True):
+            waiting = (flat.last_sync < self.num_steps).nonzero().view(-1)
+            self._owner_step(flat, mean.to(flat.weight.device)[waiting], waiting)
+        gather_weights([flat.copies for flat in self.flats], [flat.weight.to(flat.copies.device, flat.copies.dtype) for flat in self.flats],
+                       self._all_dense, self.transport)
+
+    def _shape_of_masks(self) -> list:
+        """Equal if and only if a mask message of one flow can be used by the other."""
+        return [] if self.codec is None else [self.codec.encoding] + [[s.num_sent for own in flat.segments for s in own]
+                                                                     for flat in self.layout.flats]
+
     def state_dict(self) -> dict:
         """What belongs to no single buffer: the step, this rank's part of the next mask, the decay products."""
         return {"num_steps": self.num_steps, "mask": None if self.is_dense(self.num_steps + 1) else self._mask_message,
-                "decay": [flat.decay for flat in self.flats]}
+                "shape_of_masks": self._shape_of_masks(), "decay": [flat.decay for flat in self.flats]}
 
     def load_state_dict(self, saved: dict) -> None:
-        """The inverse, at the same world size and layout; starts the mask's gather, so all ranks must take part."""
+        """The inverse, at the same world size; starts the mask's gather, so all ranks must take part. A mask of other densities or another
+        encoding cannot be used: the next step is then one without masks, and says so."""
         self.num_steps = saved["num_steps"]
         for flat, decay in zip(self.flats, saved["decay"], strict=True):
-            flat.decay.copy_(decay)
-        if not self.is_dense(self.num_steps + 1):
+            flat.restore_decay(decay)
+        self._unmasked_step = 1
+        if self.is_dense(self.num_steps + 1):
+            return
+        if saved["mask"] is not None and saved["shape_of_masks"] == self._shape_of_masks():
             self._send_mask(saved["mask"].to(self.flats[0].residual.device, copy=True))
+        else:
+            self._unmasked_step = self.num_steps + 1
+            if self.transport.rank == 0 and self.num_steps:
+                log.warning("the saved masks are of other densities or of a dense warm-up: the next step runs without masks")
 
     # --- 1: before anything is changed ----------------------------------------------------------------------------------------------
     def _agree_on_norm(self, fresh, loss_scale) -> tuple[float, tuple[int, ...]]:
@@ -131,8 +162,10 @@ class Flow:
     # --- 3, 4, 5: values to the owners, weights back ----------------------------------------------------------------------------------
     def _synchronise(self, positions: Positions) -> None:
         means = reduce_to_owners([flat.residual for flat in self.flats], positions, self.transport, self._wire)
-        changed = [self._owner_step(flat, mean, positions.of(self.transport.rank, i))
-                   for i, (flat, mean) in enumerate(zip(self.flats, means, strict=True))]
+        changed = []
+        for i, (flat, mean) in enumerate(zip(self.flats, means, strict=True)):
+            flat.advance_decay()
+            changed.append(self._owner_step(flat, mean, positions.of(self.transport.rank, i)))
         gather_weights([flat.copies for flat in self.flats], changed, positions, self.transport)
 
     def _owner_step(self, flat: FlatState, mean, index) -> torch.Tensor:
@@ -140,7 +173,7 @@ class Flow:
         group, everything, device = flat.group, index is None, flat.weight.device
         mean, index = mean.to(device), None if everything else index.to(device)
         weight, momentum, last = (t if everything else t[index] for t in (flat.weight, flat.momentum, flat.last_sync))
-        scape_rule.owner_step(weight, momentum, mean, self.num_steps - last, flat.age_tables, flat.advance_decay(), lr=group["lr"],
+        scape_rule.owner_step(weight, momentum, mean, self.num_steps - last, flat.age_tables, flat.decay_products, lr=group["lr"],
                               beta2=group["betas"][1], eps=group["eps"], catch_up=self.params.catch_up)
         if everything:
             flat.last_sync.fill_(self.num_steps)

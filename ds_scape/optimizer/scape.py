@@ -128,8 +128,15 @@ class SCAPE(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict) -> None:
-        """Copies a saved state into the present one, every dtype as saved (torch would cast all to the parameter's). All ranks together."""
+        """Copies a saved state into the present one, every dtype as saved (torch would cast all to the parameter's). All ranks together.
+        The present densities stay. Raises ConfigError for another optimizer's state."""
+        if state_dict["state"] and "scape" not in state_dict:
+            raise ConfigError(describe("this is no state of SCAPE", got=f"a state with {sorted(next(iter(state_dict['state'].values())))}",
+                                       todo="load it with load_optimizer_states=False"))
+        densities = [group["density"] for group in self.param_groups]
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        for group, density in zip(self.param_groups, densities, strict=True):
+            group["density"] = density
         if "scape" not in state_dict:
             return
         flow = self.flow

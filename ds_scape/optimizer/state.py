@@ -46,13 +46,19 @@ class FlatState:
             self._tables = (beta1, tables.age_tables(self.max_age, beta1, dtype=self.weight.dtype, device=self.weight.device))
         return self._tables[1]
 
-    def advance_decay(self) -> torch.Tensor | None:
-        """Enters this step's decay; returns the products by age on the weights' device, None if there never was any."""
-        factor = decay_factor(self.group["lr"], self.group["weight_decay"])
-        self.decay = tables.advance_decay(self.decay, factor)
-        if factor == 1.0 and self.decay[-1] == 1.0 and bool((self.decay == 1.0).all()):
-            return None
-        return self.decay.to(self.weight.device, self.weight.dtype)
+    def advance_decay(self) -> None:
+        """Enters this step's decay; once per step."""
+        self.decay = tables.advance_decay(self.decay, decay_factor(self.group["lr"], self.group["weight_decay"]))
+
+    def restore_decay(self, saved: torch.Tensor) -> None:
+        """Takes over products saved with this or another max_age."""
+        num = self.decay.numel()
+        self.decay = torch.cat([saved, saved[-1:].expand(max(0, num - saved.numel()))])[:num].to("cpu", torch.float64, copy=True)
+
+    @property
+    def decay_products(self) -> torch.Tensor | None:
+        """By age, on the weights' device; None if there is no decay."""
+        return None if bool((self.decay == 1.0).all()) else self.decay.to(self.weight.device, self.weight.dtype)
 
     def own(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """Rank's partition of a whole buffer, a view."""

@@ -20,6 +20,7 @@ from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d as c10d
 
+from ds_scape.optimizer.checkpoint import announce_size, residual_record, restore_residuals
 from ds_scape.optimizer.flow import Flow
 from ds_scape.optimizer.refusals import check_engine
 from ds_scape.optimizer.scape import SCAPE
@@ -44,6 +45,7 @@ def install(engine_module) -> None:
             zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(cls)
     engine = engine_module.DeepSpeedEngine
     engine.optimizer_name = _any_case(engine.optimizer_name)
+    engine.save_checkpoint = _announced(engine.save_checkpoint)
     engine._do_optimizer_sanity_check = _checked(engine._do_optimizer_sanity_check, engine_module.ZERO_OPTIMIZATION)
     engine_module.DeepSpeedZeroOptimizer = _dispatching(engine_module.DeepSpeedZeroOptimizer)
 
@@ -57,6 +59,17 @@ def _any_case(method):
         return known.__name__ if known else name
 
     return optimizer_name
+
+
+def _announced(method):
+
+    @functools.wraps(method)
+    def save_checkpoint(self, *args, **kwargs):
+        if isinstance(self.optimizer, ScapeZeroOptimizer):
+            self.optimizer.prepare_save()
+        return method(self, *args, **kwargs)
+
+    return save_checkpoint
 
 
 def _checked(method, zero_optimization):
@@ -146,6 +159,7 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
                               comm.get_world_size(group=self.dp_process_group))
         self.flow = Flow(flats, init_optimizer.params, transport)
         init_optimizer.attach(self.flow)
+        self._is_flushed = False
         self._lazy_init_hp_params_optimizer_state()
 
     def _flat_state(self, i, group, slots, params) -> FlatState:
@@ -202,6 +216,7 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         """One optimizer step over all ranks; ``overflow`` tells the engine whether it was skipped."""
         self.micro_step_id = stage_1_and_2.INITIAL_MICRO_STEP_ID
         self.timers(stage_1_and_2.OPTIMIZER_STEP_TIMER).start()
+        self._is_flushed = False
         result = self.flow.step(self.fresh_gradients, max_norm=self.clip_grad, loss_scale=self.loss_scale)
         for fresh in self.fresh_gradients:
             fresh.zero_()
@@ -225,3 +240,24 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         if self.flow.transport.rank == 0:
             log.log(logging.DEBUG if expected else logging.WARNING, "step skipped on all ranks: the gradients of rank %s are not finite",
                     ", ".join(map(str, result.nonfinite_ranks)))
+
+    # --- checkpoints: one ZeRO file per rank, so that what a rank holds alone has its place ---------------------------------------------
+    def prepare_save(self) -> None:
+        """Before anything is written; all ranks together."""
+        kind = self.flow.params.save_residual
+        announce_size(self.flow, kind)
+        if kind == "flush" and not self._is_flushed:
+            self.flow.flush()
+            self._is_flushed = True
+
+    def state_dict(self):
+        state = super().state_dict()
+        kind = self.flow.params.save_residual
+        # Asked for without save_checkpoint, nothing was flushed: then nothing may be left out.
+        state["scape"] = residual_record(self.flow, "full" if kind == "flush" and not self._is_flushed else kind)
+        return state
+
+    def _load_legacy_checkpoint(self, state_dict_list, load_optimizer_states=True, load_from_fp32_weights=False):
+        super()._load_legacy_checkpoint(state_dict_list, load_optimizer_states, load_from_fp32_weights)
+        if load_optimizer_states:
+            restore_residuals(self.flow, state_dict_list[self.flow.transport.rank].get("scape"))

@@ -12,7 +12,7 @@ from ds_zipccl.cli import bench_data, bench_rivals, bench_subjects
 from ds_zipccl.cli.bench_timing import interleaved
 from ds_zipccl.codec.analysis import best_window_escapes, exponent_entropy, needed_bytes, shannon_ratio
 from ds_zipccl.codec.dtypes import BY_TORCH, TABLE
-from ds_zipccl.codec.window import lo_for_sigma
+from ds_zipccl.codec.window import measured_lo
 from ds_zipccl.errors import KernelError
 from ds_zipccl.kernels import loader
 from zipscape.errors import ZipScapeError, describe
@@ -40,7 +40,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--gradients", metavar="PATH", action="append", default=[], help="gradients, in the same kinds of file")
     parser.add_argument("--size", metavar="LIST", default="16M", help="raw bytes, with K, M or G for KiB, MiB, GiB (default 16M)")
     parser.add_argument("--window", choices=("block", "sigma", "both"), default="block",
-                        help="block: each block's own mean; sigma: one given window from the tensor's standard deviation, as in the paper")
+                        help="block: each block's own mean; sigma: one given window from the tensor's standard deviation, as in the paper "
+                             "and under `window: sigma` (block where it has none: data that are not finite)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: torch's choice)")
     parser.add_argument("--repeat", type=int, default=7, help="measurements of each (default 7)")
@@ -111,13 +112,6 @@ def _data_facts(x: torch.Tensor) -> dict:
     return {"entropy_bits": entropy, "shannon_ratio": shannon_ratio(entropy, BY_TORCH[x.dtype]), "best_window_ratio": x.nbytes / best}
 
 
-def _window(x: torch.Tensor, name: str) -> int:
-    if name == "block":
-        return -1
-    sigma = float(x[x.isfinite()].float().std())
-    return lo_for_sigma(sigma, BY_TORCH[x.dtype]) if sigma > 0 and sigma < float("inf") else 0
-
-
 def measure(x: torch.Tensor, subject: bench_subjects.Subject, repeat: int, best: bool) -> list[dict]:
     """The two rows, compress and decompress, of one subject; without the fields that say what it is."""
     target, device = torch.empty_like(x), x.device.type
@@ -177,7 +171,7 @@ def run(args) -> int:
             if implementation in bench_rivals.RIVALS:
                 subject = bench_subjects.rival(x, implementation, torch.get_num_threads())
             else:
-                subject = bench_subjects.ours(x, implementation, _window(x, window))
+                subject = bench_subjects.ours(x, implementation, measured_lo(x) if window == "sigma" else -1)
             rows += [{"op": row.pop("op"), "impl": implementation, "window": window, **facts, **row}
                      for row in measure(x, subject, args.repeat, args.best)]
             subject.close()

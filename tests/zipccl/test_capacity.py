@@ -77,3 +77,18 @@ def test_ranks_that_see_the_same_words_stay_equal():
             capacity.observe(need, overflow)
         offers.append(seen)
     assert offers[0] == offers[1] and first == second
+
+
+def test_an_overflow_of_a_given_window_that_served_until_now_is_no_sign_of_need():
+    """It is measured anew; only an overflow of the very next call says that the data does not compress."""
+    capacity = Capacity(give_up_bytes=1000, given_windows=True)
+    before = capacity.spill_per_tile
+    capacity.observe(10, False)
+    capacity.observe(5000, True)
+    assert capacity.next_call() == before
+    capacity.observe(5000, True)
+    assert capacity.next_call() is None
+    block = Capacity(give_up_bytes=1000)
+    block.observe(10, False)
+    block.observe(5000, True)
+    assert block.next_call() is None

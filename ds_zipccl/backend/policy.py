@@ -52,13 +52,14 @@ def reason_for_native(config: ZipcclConfig, spec: CollectiveSpec, call: Call) ->
         return "shape"
     if call.reduce_op is not None and call.reduce_op != dist.ReduceOp.SUM:
         return "reduce_op"
-    if not all(map(is_dense, tensors)) and not all(map(_is_copyable, tensors)):
+    if not all(map(is_dense, tensors)) and not _copies_do(call):
         return "layout"
     if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "graph_capture"
     return None if spec.pairwise else reason_for_raw(spec.row_numel(call), call.dtype, spec.whole_numel(call), config)
 
 
-def _is_copyable(t: torch.Tensor) -> bool:
-    """Gloo takes tensors of any strides; NCCL refuses them. Elements that share memory cannot be written."""
-    return not t.is_cuda and all(stride or size < 2 for stride, size in zip(t.stride(), t.shape, strict=True))
+def _copies_do(call: Call) -> bool:
+    """Gloo takes tensors of any strides, so copies stand in for them; NCCL refuses them. Elements that share memory cannot be written."""
+    writable = (stride or size < 2 for t in call.outputs for stride, size in zip(t.stride(), t.shape, strict=True))
+    return call.device.type == "cpu" and all(writable)

@@ -66,7 +66,7 @@ def _adjoining(pieces: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 class _Unpacked(dist.Work):
-    """An exchange (CPU) whose bytes go from one buffer to their places in ``wait``. Waited for once."""
+    """An exchange (CPU) whose bytes go from one buffer to their places in the first ``wait``."""
 
     def __init__(self, work: dist.Work, buffer: torch.Tensor, pieces: list[torch.Tensor]):
         super().__init__()
@@ -79,6 +79,7 @@ class _Unpacked(dist.Work):
         self._work.wait()
         for piece, data in zip(self._pieces, self._buffer.split([piece.numel() for piece in self._pieces]), strict=True):
             piece.copy_(data)
+        self._buffer, self._pieces = self._buffer[:0], []
         return True
 
 

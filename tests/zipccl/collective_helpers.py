@@ -13,7 +13,7 @@ from ds_zipccl.kernels import loader
 from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import assert_same_bits
 
-AG, RS = "all_gather_into_tensor", "reduce_scatter_tensor"
+AG, RS, A2A = "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"
 SIGNS_OF_4096 = 128 + 256 + 4 * 384       # in a frame of 4 blocks: sign and mantissa of element 0
 SIZES = (1, 257, 1024, 1025, 2047, 33000)           # the first two are native: their frames would be larger
 

@@ -70,36 +70,40 @@ class Stats:
             return {op: row.as_dict() for op, row in self._ops.items()}
 
 
-def _difference(now: dict, before: dict) -> dict:
+def difference(now: dict, before: dict) -> dict:
+    """The counters of one collective since an earlier row of ``Stats.snapshot``."""
     row = {key: now[key] - before.get(key, 0) for key in now if key not in ("native_reasons", "ratio")}
     row["native_reasons"] = dict(Counter(now["native_reasons"]) - Counter(before.get("native_reasons", {})))
     return row
 
 
 class StepLog:
-    """Appends one JSON line per optimizer step: what that step's collectives did."""
+    """One row per optimizer step: what that step's collectives did. With a path, each is appended there as a JSON line."""
 
-    def __init__(self, path: str, stats: Stats):
-        self._file = open(path, "a", buffering=1)
+    def __init__(self, path: str | None, stats: Stats):
+        self._file = open(path, "a", buffering=1) if path is not None else None
         self._stats = stats
         self._before = stats.snapshot()
         self._sections_before: dict[str, dict] = {}
         self._time = time.perf_counter()
         self._step = 0
 
-    def write(self) -> None:
-        """Ends a step."""
+    def write(self) -> dict:
+        """Ends a step; returns its row."""
         now, clock = self._stats.snapshot(), time.perf_counter()
         self._step += 1
-        ops = {op: _difference(row, self._before.get(op, {})) for op, row in now.items()}
+        ops = {op: difference(row, self._before.get(op, {})) for op, row in now.items()}
         row = {"step": self._step, "time_s": round(clock - self._time, 6), "ops": ops}
         for name, read in self._stats.sections.items():
             counters, gauges = read()
             before = self._sections_before.get(name, {})
             row[name] = {key: value - before.get(key, 0) for key, value in counters.items()} | gauges
             self._sections_before[name] = counters
-        self._file.write(json.dumps(row) + "\n")
+        if self._file is not None:
+            self._file.write(json.dumps(row) + "\n")
         self._before, self._time = now, clock
+        return row
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()

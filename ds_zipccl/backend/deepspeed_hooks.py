@@ -12,7 +12,7 @@ import deepspeed
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ds_zipccl.backend import deepspeed_comm, zero3_params
+from ds_zipccl.backend import deepspeed_comm, deepspeed_reports, zero3_params
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import loader
@@ -23,7 +23,8 @@ from zipscape.errors import ConfigError, ZipScapeError, describe
 log = logging.getLogger("ds_zipccl")
 TESTED_DEEPSPEED = ("0.19.8",)
 _engine_numbers = itertools.count()
-_step_log: StepLog | None = None
+_step_log: StepLog | None = None                    # rank 0's
+_comms_report: deepspeed_reports.CommsLoggerReport | None = None
 
 
 def install(engine_module) -> None:
@@ -52,7 +53,7 @@ def _around_step(step):
         ends_step = _step_log is not None and self.is_gradient_accumulation_boundary()
         result = step(self, *args, **kwargs)
         if ends_step:
-            _step_log.write()
+            deepspeed_reports.to_monitor(self, _step_log.write())
         return result
 
     return patched
@@ -62,7 +63,7 @@ def _on_configured(engine) -> None:
     """Reads the section, agrees with the other ranks, swaps the backend. Raises on every rank alike, before any
     collective: whatever can fail on one rank alone is done before the ranks agree."""
     if deepspeed_comm.live_runtime() is None:
-        _close_log()                        # of a process group that was destroyed
+        _close_reports()                        # of a process group that was destroyed
     section = engine._config._param_dict.get("zipccl")
     config, kernels, error = ZipcclConfig(), {}, None
     if section is not None:
@@ -149,7 +150,7 @@ def activate(config: ZipcclConfig, kernels: dict[str, str]) -> Runtime:
 
     Raises ConfigError when the process already runs with other settings. The log of the first engine stays.
     """
-    global _step_log
+    global _step_log, _comms_report
     _check_running(config)
     running = deepspeed_comm.live_runtime()
     if running is not None:
@@ -158,21 +159,24 @@ def activate(config: ZipcclConfig, kernels: dict[str, str]) -> Runtime:
         return running
     runtime = Runtime(config, kernels)
     deepspeed_comm.install(runtime)
+    _comms_report = deepspeed_reports.CommsLoggerReport(runtime.stats)
     if _is_first():
         log.info("ds_zipccl %s is on: collectives %s, kernels %s", __version__, config.collectives.model_dump(), kernels)
-        if config.log is not None:
-            _step_log = StepLog(config.log, runtime.stats)
+        _step_log = StepLog(config.log, runtime.stats)
     return runtime
 
 
 def deactivate() -> None:
     """Back to native collectives. All ranks at the same point."""
     deepspeed_comm.uninstall()
-    _close_log()
+    _close_reports()
 
 
-def _close_log() -> None:
-    global _step_log
+def _close_reports() -> None:
+    global _step_log, _comms_report
+    if _comms_report is not None:
+        _comms_report.remove()
+        _comms_report = None
     if _step_log is not None:
         _step_log.close()
         _step_log = None

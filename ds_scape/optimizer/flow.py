@@ -123,6 +123,17 @@ class Flow:
             if self.transport.rank == 0 and self.num_steps:
                 log.warning("the saved masks are of other densities or of a dense warm-up: the next step runs without masks")
 
+    @torch.no_grad()
+    def restart(self, num_steps: int) -> None:
+        """Goes on from ``num_steps`` steps with the present weights, momentum and q, but with nothing waiting: residuals 0, all coordinates
+        up to date, the next step without masks. All ranks together; the largest of their numbers counts."""
+        number = torch.tensor([num_steps], dtype=torch.int64, device=self.flats[0].residual.device)
+        self.num_steps = int(self.transport.gather(number, "checkpoint").max())
+        for flat in self.flats:
+            flat.residual.zero_()
+            flat.last_sync.fill_(self.num_steps)
+        self._unmasked_step = self.num_steps + 1
+
     # --- 1: before anything is changed ----------------------------------------------------------------------------------------------
     def _agree_on_norm(self, fresh, loss_scale) -> tuple[float, tuple[int, ...]]:
         """(mean over the ranks of |g_i|^2, ranks whose gradients are not finite). The same doubles on every rank, summed in rank order."""

@@ -51,7 +51,7 @@ class SCAPE(torch.optim.Optimizer):
     def attach(self, flow: Flow) -> None:
         """Hands over to a flow whose i-th buffer is the i-th parameter of all groups; step() is then the host's affair."""
         self._flow, self._attached = flow, True
-        self._publish_state()
+        self.publish_state()
 
     @property
     def flow(self) -> Flow:
@@ -62,7 +62,7 @@ class SCAPE(torch.optim.Optimizer):
                                            expected="ZeRO stage 1 or 2",
                                            todo='use deepspeed.initialize with "zero_optimization": {"stage": 1}'))
             self._flow = self._single_process_flow()
-            self._publish_state()
+            self.publish_state()
         return self._flow
 
     @torch.no_grad()
@@ -88,7 +88,7 @@ class SCAPE(torch.optim.Optimizer):
         for p, flat in zip(params, self.flow.flats, strict=True):
             if not p.is_contiguous():
                 p.copy_(flat.copies.view(p.shape))
-        self._publish_state()
+        self.publish_state()
         return loss
 
     # --- state -------------------------------------------------------------------------------------------------------------------------
@@ -115,10 +115,19 @@ class SCAPE(torch.optim.Optimizer):
         names = STATE if self._attached else {**STATE, **OWN_STATE}
         return {name: getattr(flat, field) for name, field in names.items()}
 
-    def _publish_state(self) -> None:
+    def publish_state(self) -> None:
         """The state as torch keeps it: the flow's own tensors, by parameter."""
         for p, flat in zip(self._parameters(), self._flow.flats, strict=True):
             self.state[p].update(self._named(flat), step=self._flow.num_steps)
+
+    def adopt_state(self) -> int:
+        """Takes m and q back from where the host put them, into ``state`` by parameter; returns the step found there."""
+        steps = [0]
+        for p, flat in zip(self._parameters(), self._flow.flats, strict=True):
+            flat.momentum.copy_(self.state[p]["exp_avg"])
+            flat.square.copy_(self.state[p]["exp_avg_sq"])
+            steps.append(int(self.state[p].get("step", 0)))
+        return max(steps)
 
     def state_dict(self) -> dict:
         """torch's, and under "scape" what belongs to no single parameter: the step, the next mask, the decay products."""
@@ -152,4 +161,4 @@ class SCAPE(torch.optim.Optimizer):
                 flat.copies.copy_(flat.weight) if not self._attached else None
                 index += 1
         flow.load_state_dict(state_dict["scape"])
-        self._publish_state()
+        self.publish_state()

@@ -15,8 +15,10 @@ import deepspeed
 import torch
 import torch.distributed
 from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero import utils as zero_utils
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d as c10d
 
@@ -226,7 +228,7 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         if self.overflow:
             self._report_skipped(result)
         else:
-            self.optimizer._publish_state()
+            self.optimizer.publish_state()
             for i in range(len(self.bit16_groups)):
                 self._update_model_bit16_weights(i)
         self.timers(stage_1_and_2.OPTIMIZER_STEP_TIMER).stop()
@@ -261,3 +263,31 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         super()._load_legacy_checkpoint(state_dict_list, load_optimizer_states, load_from_fp32_weights)
         if load_optimizer_states:
             restore_residuals(self.flow, state_dict_list[self.flow.transport.rank].get("scape"))
+
+    def _load_universal_checkpoint(self, checkpoint_folder, load_optimizer_states, load_from_fp32_weights):
+        """Weights, m and q come from the folder; it has no place for residuals, ages and masks, which start anew."""
+        densities = [group["density"] for group in self.optimizer.param_groups]
+        super()._load_universal_checkpoint(checkpoint_folder, load_optimizer_states, load_from_fp32_weights)
+        for group, density in zip(self.optimizer.param_groups, densities, strict=True):
+            group["density"] = density
+        self.flow.restart(self.optimizer.adopt_state())
+        self.optimizer.publish_state()
+        self._hp_optimizer_states_linked = False
+        self._lazy_init_hp_params_optimizer_state()
+        if self.flow.transport.rank == 0:
+            log.warning("a universal checkpoint has no residuals: gradients that were waiting when it was saved are lost, unless it was "
+                        'saved with "save_residual": "flush"; the next step runs without masks')
+
+    def offload_states(self, include=None, device=OffloadDeviceEnum.cpu, pin_memory=True, non_blocking=False):
+        super().offload_states(include, device, pin_memory, non_blocking)
+        if include is None or OffloadStateTypeEnum.optim_states in include:
+            self._move_residuals(device.value)
+
+    def reload_states(self, non_blocking=False):
+        super().reload_states(non_blocking)
+        self._move_residuals(get_accelerator().current_device_name())
+
+    def _move_residuals(self, device) -> None:
+        """They go with the optimizer's states; so do the gradients of the step under way."""
+        for tensor in (*self.fresh_gradients, *(flat.residual for flat in self.flow.flats)):
+            tensor.data = tensor.data.to(device)

@@ -1,9 +1,12 @@
 """Cases run on every rank by test_checkpoint.py: save and resume through DeepSpeed's own files."""
 import os
+import subprocess
+import sys
 import tempfile
 
 import torch
 import torch.distributed as dist
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from tests.helpers.bits import assert_same_bits
 from tests.scape.zero_cases import check_copies, initialize, micro_step, settings, train_beside_simulation
@@ -153,3 +156,97 @@ def case_state_of_another_optimizer_is_refused(rank, world_size):
     other.load_checkpoint(folder, tag="adam", load_optimizer_states=False)
     micro_step(other, 1)
     check_copies(other)
+
+
+def case_zero_to_fp32(rank, world_size):
+    folder = shared_folder()
+    engine = initialize(config("full"))
+    for number in range(4):
+        micro_step(engine, number)
+    engine.save_checkpoint(folder, tag="here")
+    dist.barrier()
+    if rank == 0:
+        weights = get_fp32_state_dict_from_zero_checkpoint(folder, tag="here")
+        for name, parameter in engine.module.named_parameters():
+            if parameter.requires_grad and parameter.numel():
+                assert weights[name].dtype == torch.float32
+                assert_same_bits(weights[name].bfloat16(), parameter.detach(), name)
+    dist.barrier()
+
+
+def convert(folder):
+    result = subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", f"{folder}/here",
+                             "--output_folder", f"{folder}/universal", "--num_extract_workers", "1", "--num_merge_workers", "1",
+                             "--inject_missing_state"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def universal_config():
+    changed = config("full")
+    changed["checkpoint"] = {"load_universal": True}
+    return changed
+
+
+def case_universal_checkpoint(rank, world_size):
+    """C96: DeepSpeed's converter takes our files; loading keeps weights, momentum, q and the step, and starts the rest anew. The files stay
+    for case_universal_at_another_world_size, where the test names a folder."""
+    folder = os.environ.get("SCAPE_TEST_FOLDER") or shared_folder()
+    engine = initialize(config("full"))
+    for number in range(4):
+        micro_step(engine, number)
+    engine.save_checkpoint(folder, tag="here")
+    dist.barrier()
+    if rank == 0:
+        convert(folder)
+        torch.save([p.detach().clone() for p in engine.module.parameters()], f"{folder}/weights.pt")
+    dist.barrier()
+    other = initialize(universal_config())
+    other.load_checkpoint(folder, tag="universal")
+    for a, b in zip(engine.optimizer.flow.flats, other.optimizer.flow.flats, strict=True):
+        for name in ("copies", "weight", "momentum", "square"):
+            assert_same_bits(getattr(b, name).detach(), getattr(a, name).detach(), name)
+        assert not b.residual.any()
+    assert other.optimizer.flow.num_steps == 4
+    for number in range(4, 7):
+        micro_step(other, number)
+        check_copies(other)
+    # A checkpoint of the loaded engine is a whole one again.
+    other.save_checkpoint(folder, tag="again")
+    dist.barrier()
+    third = initialize(config("full"))
+    third.load_checkpoint(folder, tag="again")
+    for number in range(7, 10):
+        assert micro_step(other, number) == micro_step(third, number)
+
+
+def case_universal_at_another_world_size(rank, world_size):
+    """C97, C98, C100: saved by 2 ranks; loaded by others, with other padding."""
+    folder = os.environ["SCAPE_TEST_FOLDER"]
+    other = initialize(universal_config())
+    other.load_checkpoint(folder, tag="universal")
+    for (name, parameter), saved in zip(other.module.named_parameters(), torch.load(f"{folder}/weights.pt"), strict=True):
+        assert_same_bits(parameter.detach(), saved, name)
+    check_copies(other)
+    assert other.optimizer.flow.num_steps == 4
+    for number in range(4, 8):
+        micro_step(other, number)
+        check_copies(other)
+    plain = initialize(config("full"))
+    try:
+        plain.load_checkpoint(folder, tag="here")
+    except Exception as error:
+        assert "world size" in str(error).lower(), error
+    else:
+        raise AssertionError("files of another world size were accepted")
+
+
+def case_states_go_to_the_host_and_back(rank, world_size):
+    """C119: offload_states and reload_states in mid-run change nothing, residuals included."""
+    engine, other = initialize(config("full")), initialize(config("full"))
+    for number in range(9):
+        if number in (3, 6):
+            other.offload_states(pin_memory=False)
+            other.reload_states()
+        assert micro_step(engine, number) == micro_step(other, number), number
+    for a, b in zip(state_of(engine), state_of(other), strict=True):
+        assert_same_bits(a, b)

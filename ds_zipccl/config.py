@@ -72,7 +72,8 @@ class ZipcclConfig(BaseModel):
 
     integrity: Literal["off", "checksum", "roundtrip"] = "off"
     """"checksum": every frame carries a CRC-32 that the receiver verifies; "roundtrip": every frame is decoded again and compared before it
-    is sent. Both read on the host and cost time: to find faults."""
+    is sent. With both, ranks whose calls do not fit together (collective, dtype, root, sizes) get an error that names them.
+    Both read on the host and cost time: to find faults."""
 
     log: str | None = None
     """File that rank 0 appends one JSON line of statistics to per optimizer step. null: none."""

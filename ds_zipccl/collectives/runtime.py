@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from ds_zipccl.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, switch  # noqa: F401  importing registers
 from ds_zipccl.collectives import launch as launching
+from ds_zipccl.collectives.check import check
 from ds_zipccl.collectives.group_state import GroupState
 from ds_zipccl.collectives.launch import STATUS_BYTES, Launch  # noqa: F401  others count status words too
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, specs
@@ -38,6 +39,8 @@ class Runtime:
         """
         spec = self._specs[call.op]
         self.settle(call.group)
+        if self.config.integrity != "off" and call.world_size > 1 and call.device.type in self.kernels:
+            check(spec, call, self.state(call.group, call.device))
         if reason is None:
             state = self.state(call.group, call.device)
             reason = self._choose(spec, call, state)

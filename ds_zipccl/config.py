@@ -66,6 +66,9 @@ class ZipcclConfig(BaseModel):
     """Which exponents are coded in 3 bits. "block": around the mean of each block of 1,024 elements; "sigma": the paper's way, one window
     from the tensor's standard deviation, measured once per group, collective, dtype and size, and again after an overflow."""
 
+    reprobe_calls: int = Field(10_000, ge=0, le=1 << 40)
+    """"adaptive": after so many eligible calls of a collective on a group its costs are measured again, since links change. 0: never."""
+
     deterministic_reduce: bool = True
     """Timing never chooses a reduction's arithmetic: beyond 2 ranks an adaptive reduce-scatter stays native. ("always"
     and "never" fix the arithmetic anyway; at 2 ranks both give the same bits.)"""

@@ -126,7 +126,7 @@ def _start(spec: CollectiveSpec, call: Call, launch: Launch) -> Started | str:
     @functools.cache
     def reason(numel: int) -> str | None:
         why = pairs.reason_for_raw(numel, call.dtype, numel * call.world_size, launch.config)
-        return why or launch.slower_pair(call.dtype, numel * call.dtype.itemsize * call.world_size)
+        return why or launch.slower_pair(call.dtype, numel, call.world_size)
 
     def side(counts, outgoing: bool) -> pairs.Side:
         return pairs.plan(counts, call.rank, call.dtype.itemsize, reason,

@@ -253,16 +253,13 @@ class FrameCache:
 
     def _wins(self, whole_bytes: int, dtype: torch.dtype) -> bool:
         """Measured once per size: against the native gather, with frames made beforehand."""
-        state = self.runtime.state(self.group, self._device)
-        key = ("cached_all_gather", dtype, switch.size_class(whole_bytes))
-        if key not in state.decisions:
+        measured = self.runtime.state(self.group, self._device).measured("cached_all_gather", dtype)
+        if measured.due(self.runtime.config.reprobe_calls):
             self.runtime.settle(self.group)
-            size = self.group.size()
-            row = torch.empty(1, dtype=dtype, device=self._device).expand(whole_bytes // dtype.itemsize // size)
-            example = Call(all_gather.SPEC.name, row, row, self.group)          # for its sizes
-            state.decisions[key] = switch.probe(all_gather.SPEC, example, self._probed(), state.side)
-            log.info("cached gathers of about %d bytes: %s", 1 << key[2], "frames" if state.decisions[key] else "native")
-        return state.decisions[key]
+            row = torch.empty(1, dtype=dtype, device=self._device)
+            example = Call(all_gather.SPEC.name, row, row, self.group)          # for its group, dtype and device
+            measured.costs = switch.measure(all_gather.SPEC, example, self._probed(), self.runtime.state(self.group, self._device).side)
+        return measured.choose(whole_bytes, switch.frame_ratio(dtype, whole_bytes // dtype.itemsize // self.group.size()))
 
     def _probed(self) -> Callable[[Call], bool]:
         pieces: list[Piece] = []

@@ -5,6 +5,7 @@ import threading
 import torch
 import torch.distributed as dist
 
+from ds_zipccl.collectives import switch
 from ds_zipccl.collectives.capacity import Capacity
 from ds_zipccl.collectives.completer import Completer
 from ds_zipccl.collectives.transport import SideChannel
@@ -26,7 +27,7 @@ class GroupState:
         self.capacities: dict[tuple, Capacity] = {}
         self._pair_capacities: dict[tuple, Capacity] = {}
         self.windows = Windows()
-        self.decisions: dict[tuple, bool] = {}
+        self._measured: dict[tuple, switch.Measured] = {}
         self.num_asked, self.answers = 0, None          # all-to-alls before the switch knows pieces that could be zipped
         self._pairs_connected = False
         self._in_flight: list[Pending] = []        # in launch order
@@ -68,6 +69,14 @@ class GroupState:
         if capacity is None:
             capacity = self._pair_capacities[key] = Capacity.of(numel, dtype.itemsize, first_spill)
         return capacity
+
+    def measured(self, op: str, dtype: torch.dtype) -> switch.Measured:
+        """What the switch knows of such calls."""
+        return self._measured.setdefault((op, dtype), switch.Measured())
+
+    def switch_report(self) -> dict[str, int | None]:
+        """{"op dtype": bytes from which on such calls are zipped, None: never}, of what was measured."""
+        return {f"{op} {str(dtype).removeprefix('torch.')}": m.costs.zipped_from() for (op, dtype), m in self._measured.items() if m.costs}
 
     def add(self, pending: Pending) -> None:
         with self._lock:

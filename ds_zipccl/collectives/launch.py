@@ -67,10 +67,9 @@ class Launch:
         capacity.given_windows = self._windows is not None
         return capacity
 
-    def slower_pair(self, dtype: torch.dtype, num_bytes: int) -> str | None:
-        """The reason why a pair goes raw that would be zipped if the switch had not found that slower. ``num_bytes``: world size times
-        the piece."""
-        if self.trial or self.choice == "always" or self.state.decisions.get(switch.pair_key(dtype, num_bytes), False):
+    def slower_pair(self, dtype: torch.dtype, numel: int, world_size: int) -> str | None:
+        """The reason why a piece of ``numel`` elements goes raw that would be zipped if the switch had not found that slower."""
+        if self.trial or self.choice == "always" or switch.choose_pair(self.state, dtype, numel, world_size):
             return None
         return "native_is_faster"
 

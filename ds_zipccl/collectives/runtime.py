@@ -19,6 +19,8 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.stats import Stats
 
 log = logging.getLogger("ds_zipccl")
+
+
 class Runtime:
     """One per process and configuration. All methods are called with tensors of one device type."""
 
@@ -30,6 +32,7 @@ class Runtime:
         self._specs = specs()
         self._groups: dict[str, dict[str, GroupState]] = {}         # by group name and device type
         self._seen_reasons: set[tuple[str, str]] = set()
+        self.stats.sections["switch"] = self._switch_report
 
     def run(self, call: Call, reason: str | None) -> dist.Work | None:
         """Launches ``call`` zipped and returns its Work; returns None where the caller must use its native collective.
@@ -103,14 +106,12 @@ class Runtime:
         if spec.reduces and call.world_size > 2 and self.config.deterministic_reduce:
             return "deterministic_reduce"
         run_zipped = functools.partial(self._run_to_end, spec, state=state)
-        if spec.pairwise:
-            return None if switch.any_pair_is_faster(spec, call, run_zipped, state, self.config) else "native_is_faster"
-        key = (call.op, call.dtype, switch.size_class(spec.whole_numel(call) * call.dtype.itemsize))
-        if key not in state.decisions:
-            state.decisions[key] = switch.probe(spec, call, run_zipped, state.side)
-            log.info("%s of about %d bytes on group %s: %s", call.op, 1 << key[2], call.group.group_name,
-                     "zipped" if state.decisions[key] else "native")
-        return None if state.decisions[key] else "native_is_faster"
+        decide = switch.pairs_are_measured if spec.pairwise else switch.choose
+        return None if decide(spec, call, run_zipped, state, self.config) else "native_is_faster"
+
+    def _switch_report(self) -> tuple[dict, dict]:
+        """A section of the step log: (no counters, from how many bytes on calls of each group are zipped)."""
+        return {}, {name: report for name, states in self._groups.items() for state in states.values() if (report := state.switch_report())}
 
     def _launch(self, spec: CollectiveSpec, call: Call, state: GroupState, trial: bool = False) -> Launch:
         return Launch(spec=spec, config=self.config, choice=getattr(self.config.collectives, spec.family),

@@ -1,88 +1,138 @@
-"""Native or zipped: measured once per group, collective, dtype and size class, and agreed by all ranks."""
+"""Native or zipped: measured per group, collective and dtype, agreed by all ranks, then decided by a cost model for every call.
+
+Each rank has the same costs, because they are exchanged when they are measured, and the same capacities; so it comes to the same decision
+without talking. What is measured again, and when, follows from the number of calls, which all ranks count alike.
+"""
 import logging
+import math
 import statistics
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
+from ds_zipccl.codec.dtypes import BY_TORCH
+from ds_zipccl.codec.format import layout
+from ds_zipccl.collectives.cost import Costs, Curve
 from ds_zipccl.collectives.pairs import reason_for_raw
 from ds_zipccl.collectives.registry import Call, CollectiveSpec
 
 log = logging.getLogger("ds_zipccl")
+PROBE_SIZES = (1 << 18, 1 << 21, 1 << 24)           # bytes of the whole tensor
 PROBE_ROUNDS = 3
-MAX_PROBE_BYTES = 32 << 20         # larger messages are judged by a probe of this size
-MIN_PROBE_BYTES = 1 << 16          # smaller pieces of an all-to-all are never worth a probe
 ASK_EACH_CALL = 8                  # all-to-alls in which the ranks ask each other whether anyone could zip; then ever fewer
-MIN_GAIN = 1.03                    # zipped must be this much faster: below it, noise would decide
 
 
-def size_class(num_bytes: int) -> int:
-    """Calls of one class share a decision: powers of two, everything above MAX_PROBE_BYTES together."""
-    return min(num_bytes, MAX_PROBE_BYTES).bit_length()
+@dataclass
+class Measured:
+    """What the switch knows of one collective and dtype on a group."""
+    costs: Costs | None = None
+    num_calls: int = 0             # that were eligible
+    zipped: dict[int, bool] | None = None          # what calls of a size did last
+
+    def due(self, reprobe_calls: int) -> bool:
+        """Counts a call; whether its costs must be measured first."""
+        self.num_calls += 1
+        return self.costs is None or bool(reprobe_calls) and self.num_calls % reprobe_calls == 0
+
+    def choose(self, num_bytes: int, ratio: float) -> bool:
+        """Whether a call of that size is to be zipped."""
+        if self.zipped is None or len(self.zipped) > 4096:
+            self.zipped = {}
+        answer = self.costs.zipped_is_faster(num_bytes, ratio, self.zipped.get(num_bytes, False))
+        self.zipped[num_bytes] = answer
+        return answer
 
 
-def _timed(run, device: torch.device) -> float:
+def _timed_us(run, device: torch.device) -> float:
     start = time.perf_counter()
     run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) * 1e6
 
 
-def probe(spec: CollectiveSpec, call: Call, run_zipped, side) -> bool:
-    """Whether zipped beat native on synthetic Gaussian tensors of the call's size class.
+def frame_ratio(dtype: torch.dtype, numel: int, spill_per_tile: int | None = None) -> float:
+    """Raw bytes / frame bytes of a row of ``numel`` elements; None: the default room."""
+    more = {} if spill_per_tile is None else {"spill_per_tile": spill_per_tile}
+    return numel * dtype.itemsize / layout(BY_TORCH[dtype], max(numel, 1), **more).frame_bytes
 
-    Runs 2 x (1 + PROBE_ROUNDS) collectives on the call's group, interleaved; the slowest rank's median counts,
-    exchanged over ``side``, so every rank gets the same answer. ``run_zipped(call)`` carries out a zipped call to its
-    end.
+
+def measure(spec: CollectiveSpec, call: Call, run_zipped: Callable[[Call], bool], side) -> Costs:
+    """The costs of such calls, the same on every rank of the group: all must come here at the same call.
+
+    Runs 2 x (1 + PROBE_ROUNDS) collectives of each PROBE_SIZES on the call's group, native and zipped in turns, on synthetic Gaussians; the
+    slowest rank's medians count, exchanged over ``side``. ``run_zipped(call)`` carries out a zipped call to its end, or returns False.
     """
-    whole_bytes = spec.whole_numel(call) * call.dtype.itemsize
-    return _probe(spec, call, run_zipped, side, min(whole_bytes, MAX_PROBE_BYTES))
-
-
-def _probe(spec: CollectiveSpec, call: Call, run_zipped, side, whole_bytes: int) -> bool:
-    device = call.device
-    row_numel = max(1, whole_bytes // call.dtype.itemsize // (1 if call.root is not None else call.world_size))
-    test = replace(spec.make_call(call.group, row_numel, call.dtype, device), reduce_op=call.reduce_op)
-    for t in test.inputs:
-        t.normal_(0, 0.02, generator=torch.Generator(device=device).manual_seed(call.rank))
-    times = {"native": [], "zipped": []}
-    if not run_zipped(test):
-        return False
-    for _ in range(1 + PROBE_ROUNDS):
-        times["native"].append(_timed(lambda: spec.native(test).wait(), device))
-        times["zipped"].append(_timed(lambda: run_zipped(test), device))
-    mine = torch.tensor([statistics.median(t[1:]) for t in times.values()], dtype=torch.float64, device=device)
-    gathered = torch.empty(2 * call.world_size, dtype=torch.float64, device=device)
+    device, times = call.device, {"native": [], "zipped": []}
+    for size in PROBE_SIZES:
+        native, zipped = _medians(spec, _test_call(spec, call, size), run_zipped)
+        times["native"].append(native)
+        times["zipped"].append(zipped)
+    mine = torch.tensor([*times["native"], *times["zipped"]], dtype=torch.float64, device=device)
+    gathered = torch.empty(mine.numel() * call.world_size, dtype=torch.float64, device=device)
     side.all_gather(gathered, mine).wait()
-    native, zipped = gathered.view(-1, 2).amax(0).tolist()
-    return native > MIN_GAIN * zipped
+    slowest = gathered.view(call.world_size, -1).amax(0).tolist()
+    points = len(PROBE_SIZES)
+    costs = Costs(Curve(PROBE_SIZES, tuple(slowest[:points])), Curve(PROBE_SIZES, tuple(slowest[points:])),
+                  frame_ratio(call.dtype, PROBE_SIZES[-1] // call.dtype.itemsize // call.world_size))
+    log.info("%s of %s on group %s: native %s us, zipped %s us at %s bytes; zipped from %s bytes on", call.op, call.dtype,
+             call.group.group_name, *([round(t) if math.isfinite(t) else t for t in c.times_us] for c in (costs.native, costs.zipped)),
+             list(PROBE_SIZES), costs.zipped_from())
+    return costs
 
 
-def pair_key(dtype: torch.dtype, num_bytes: int) -> tuple:
-    """Of the decision for pieces of an all-to-all; ``num_bytes``: world size times the piece."""
-    return "pair", dtype, size_class(num_bytes)
+def _test_call(spec: CollectiveSpec, call: Call, whole_bytes: int) -> Call:
+    row_numel = max(1, whole_bytes // call.dtype.itemsize // (1 if call.root is not None else call.world_size))
+    test = replace(spec.make_call(call.group, row_numel, call.dtype, call.device), reduce_op=call.reduce_op)
+    for t in test.inputs:
+        t.normal_(0, 0.02, generator=torch.Generator(device=call.device).manual_seed(call.rank))
+    return test
 
 
-def any_pair_is_faster(spec: CollectiveSpec, call: Call, run_zipped, state, config) -> bool:
-    """Whether pieces of any size are to be zipped in the group's all-to-alls of the call's dtype.
+def _medians(spec: CollectiveSpec, test: Call, run_zipped) -> tuple[float, float]:
+    """(native, zipped) microseconds on this rank."""
+    native, zipped = [], []
+    can_zip = run_zipped(test)
+    for turn in range(1 + PROBE_ROUNDS):
+        times = _timed_us(lambda: spec.native(test).wait(), test.device), \
+            _timed_us(lambda: run_zipped(test), test.device) if can_zip else math.inf
+        if turn:
+            native.append(times[0])
+            zipped.append(times[1])
+    return statistics.median(native), statistics.median(zipped)
 
-    Sizes differ from pair to pair, so ranks could not agree later when to probe which: once somebody has a piece that could be zipped, all
-    size classes are probed, the largest first until zipped loses.
+
+def choose(spec: CollectiveSpec, call: Call, run_zipped, state, config) -> bool:
+    """Whether an eligible call with one layout for all ranks is to be zipped."""
+    measured = state.measured(call.op, call.dtype)
+    if measured.due(config.reprobe_calls):
+        measured.costs = measure(spec, call, run_zipped, state.side)
+    numel = spec.row_numel(call)
+    spill = state.capacity(call.op, call.dtype, numel, spec.first_spill).spill_per_tile
+    return measured.choose(spec.whole_numel(call) * call.dtype.itemsize, frame_ratio(call.dtype, numel, spill))
+
+
+def pairs_are_measured(spec: CollectiveSpec, call: Call, run_zipped, state, config) -> bool:
+    """Whether the costs of the group's all-to-alls of the call's dtype are known; pieces are then decided one by one (``choose_pair``).
+
+    Sizes differ from pair to pair, so no rank alone could decide to measure: all do once somebody has had a piece that could be zipped.
     """
-    key = pair_key(call.dtype, MAX_PROBE_BYTES)
-    if key not in state.decisions:
+    measured = state.measured("pair", call.dtype)
+    if measured.costs is None:
         numel = spec.row_numel(call)
         if not _somebody_asks(call, state, reason_for_raw(numel, call.dtype, numel * call.world_size, config)):
             return False
-        faster = True
-        for bits in range(size_class(MAX_PROBE_BYTES), size_class(max(config.min_bytes, MIN_PROBE_BYTES)) - 1, -1):
-            faster = faster and _probe(spec, call, run_zipped, state.side, 1 << bits - 1)
-            state.decisions["pair", call.dtype, bits] = faster
-            log.info("all-to-all pieces of 1/%d of %d bytes on group %s: %s", call.world_size, 1 << bits - 1, call.group.group_name,
-                     "zipped" if faster else "native")
-    return state.decisions.get(key, False)
+    if measured.due(config.reprobe_calls):
+        measured.costs = measure(spec, call, run_zipped, state.side)
+    return True
+
+
+def choose_pair(state, dtype: torch.dtype, numel: int, world_size: int) -> bool:
+    """Whether a piece of ``numel`` elements is to be zipped. A function of what both its ends know: without memory of other pieces."""
+    costs = state.measured("pair", dtype).costs
+    return costs is not None and costs.zipped_is_faster(numel * dtype.itemsize * world_size, frame_ratio(dtype, numel))
 
 
 def _somebody_asks(call: Call, state, why_not: str | None) -> bool:

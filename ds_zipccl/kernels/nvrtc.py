@@ -18,7 +18,7 @@ _DTYPE_NAMES = {1: "bf16", 2: "fp16", 3: "fp32"}
 _FLAGS = ("--std=c++17", "-fmad=false", "-default-device")
 _WARPS = {"encode": 16, "decode": 4, "reduce": 4, "reduce2": 4}          # as in codec.cu
 _TILE_BLOCKS = 32
-_BLOCK_STAGE = {2: 32 * 48, 4: 32 * 80}                                   # bytes of shared memory that encode needs for a block, by item size
+_BLOCK_STAGE = {2: 32 * 48, 4: 32 * 80}      # bytes of shared memory that encode needs for a block, by item size
 _MAX_DYNAMIC_SHARED = 8                      # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 

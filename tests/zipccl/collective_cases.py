@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.collectives import all_gather, transport
+from ds_zipccl.collectives import all_gather, switch, transport
 from ds_zipccl.collectives.registry import specs
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits, specials
 from tests.zipccl.collective_helpers import (
@@ -137,6 +137,34 @@ def case_adaptive_agrees_on_all_ranks(rank, world):
                     assert_same_bits(out, gathered(data, world) if op == AG else rank_order_sum(data, rank, world), op)
         if world > 2:
             assert live.stats.snapshot()[RS]["native_reasons"] == {"deterministic_reduce": 2}
+
+
+def case_ranks_that_measure_differently_decide_alike(rank, world):
+    """Forced disagreement: every rank sees other times at every probe; costs, decisions and the calls that measure again agree."""
+    original, probes = switch._timed_us, []
+    random = torch.Generator("cpu").manual_seed(rank)
+
+    def noisy(run, device):
+        probes.append(original(run, device))
+        return 1e4 * float(torch.rand(1, generator=random, device="cpu"))
+
+    switch._timed_us = noisy
+    try:
+        with runtime(collectives="adaptive", reprobe_calls=4, deterministic_reduce=False) as live:
+            seen = []
+            for turn in range(9):
+                for op in (AG, RS):
+                    call = specs()[op].make_call(dist.group.WORLD, 20000 * (1 + turn % 3), torch.bfloat16, torch.get_default_device())
+                    ours = carry_out(live, op, call.output, call.input)
+                    seen.append((op, ours, len(probes), live.state(dist.group.WORLD, call.device).measured(op, torch.bfloat16).costs))
+            everyones = [None] * world
+            dist.all_gather_object(everyones, seen)
+            assert all(other == seen for other in everyones), "ranks disagree"
+            costs = [c for op, _, _, c in seen if op == AG]
+            assert len(set(costs)) == 3, "costs are measured at the first call and every fourth"
+            assert [i for i in range(1, 9) if costs[i] != costs[i - 1]] == [3, 7]
+    finally:
+        switch._timed_us = original
 
 
 def case_subgroups(rank, world):

@@ -312,15 +312,15 @@ def case_adaptive_all_to_alls_agree(rank, world):
         for rows in (SMALL, BIG):
             for seed in range(3):
                 check(live, split_call(rank, [[rows] * world for _ in range(world)], seed=seed), f"nobody could zip {seed}")
-        assert not live.state(dist.group.WORLD, torch.get_default_device()).decisions
+        state = live.state(dist.group.WORLD, torch.get_default_device())
+        assert state.measured("pair", torch.bfloat16).costs is None
         big = (1 << 22) // (2 * WIDTH * world) + 1
         for seed in range(4):
             matrix = [[big if (i, j) == (0, world - 1) else SMALL for j in range(world)] for i in range(world)]
             check(live, split_call(rank, matrix, seed=seed), f"one pair could {seed}")
-        decisions = live.state(dist.group.WORLD, torch.get_default_device()).decisions
-        everyones = [None] * world
-        dist.all_gather_object(everyones, decisions)
-        assert decisions and all(other == decisions for other in everyones), everyones
+        costs, everyones = state.measured("pair", torch.bfloat16).costs, [None] * world
+        dist.all_gather_object(everyones, costs)
+        assert costs is not None and all(other == costs for other in everyones), everyones
 
 
 def case_bytes_on_the_wire_are_counted(rank, world):

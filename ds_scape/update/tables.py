@@ -28,7 +28,7 @@ def age_tables(max_age: int, beta1: float, *, dtype: torch.dtype, device) -> Age
         left = beta1 ** age
         moved = beta1 * (1 - left) / (1 - beta1)
         rows.append((left, 1 - left, moved, age - moved))
-    return AgeTables(*torch.tensor(rows, dtype=torch.float64).t().contiguous().to(device, dtype).unbind(0))
+    return AgeTables(*torch.tensor(rows, dtype=torch.float64, device="cpu").t().contiguous().to(device, dtype).unbind(0))
 
 
 def one_step(beta1: float) -> tuple[float, float]:
@@ -38,7 +38,7 @@ def one_step(beta1: float) -> tuple[float, float]:
 
 def initial_decay(max_age: int) -> torch.Tensor:
     """Decay products before the first step: float64 [max_age + 1] of ones, on the host."""
-    return torch.ones(max_age + 1, dtype=torch.float64)
+    return torch.ones(max_age + 1, dtype=torch.float64, device="cpu")
 
 
 def advance_decay(products: torch.Tensor, factor: float) -> torch.Tensor:

@@ -46,7 +46,8 @@ class Problem:
         number = self.seed
         for part in seed:
             number = number * 1009 + part
-        return torch.randn(numel, generator=torch.Generator().manual_seed(number), dtype=torch.float64).to(self.dtype)
+        return torch.randn(numel, generator=torch.Generator("cpu").manual_seed(number), dtype=torch.float64,
+                           device="cpu").to(torch.get_default_device(), self.dtype)
 
     def gradient(self, worker, step):
         """Zero in padding; a third of the coordinates rarely used, some used on one worker alone, many equal values (ties)."""

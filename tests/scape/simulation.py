@@ -90,7 +90,7 @@ class Simulation:
             score = early
         else:
             score = self.residual[o][f][start:start + self.part[f]].abs() / (owner.q.sqrt() + 1e-9)
-        overdue = owner.age >= group["max_age"]
+        score, overdue = score.tolist(), (owner.age >= group["max_age"]).tolist()
         chosen = torch.zeros(self.part[f], dtype=torch.bool)
         if all(numel == 0 or dims <= 1 or group["density"] == 1 for _, numel, dims in self.slots[f]):
             return torch.ones_like(chosen)              # everything, padding too
@@ -99,6 +99,6 @@ class Simulation:
             if hi <= lo:
                 continue
             k = hi - lo if dims <= 1 else min(hi - lo, max(1, math.floor(group["density"] * (hi - lo) + 0.5)))
-            order = sorted(range(lo, hi), key=lambda i: (not overdue[i], -float(score[i]), i))
-            chosen[order[:k]] = True
+            order = sorted(range(lo, hi), key=lambda i: (not overdue[i], -score[i], i))
+            chosen[torch.tensor(order[:k])] = True
         return chosen

@@ -34,6 +34,7 @@ class ZippedCollectives(NativeCollectives):
             self.zipccl.native(op, "not_in_group", 0)
             return native()
         if getattr(pg, "zips_itself", False):           # front (b)'s: never both on one call
+            self.zipccl.native(op, "zips_itself", 0)
             return native()
         in_place = data is output
         output = _detached(output)

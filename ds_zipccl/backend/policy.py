@@ -12,6 +12,7 @@ WORTHWHILE = frozenset({torch.bfloat16})        # FP16 and FP32 would gain 14-18
 REASONS = {
     "not_in_group": "this rank is not in the group",
     "world_size_1": "nobody to send to",
+    "zips_itself": "the group is of torch's backend zipccl, which compresses and counts by itself",
     "never": "the configuration says never",
     "dtype": "only BF16 pays",
     "device": "no kernels for this device",

@@ -3,20 +3,24 @@
 Signatures: torch/csrc/distributed/c10d/init.cpp and PyProcessGroup.hpp, 2.11 and 2.13.
 """
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from ds_zipccl.collectives.all_to_all import elems_per_rank
 
-@dataclass(frozen=True)
+
+@dataclass
 class Asked:
-    """One call of a method. ``op``: the collective as torch spells it. ``call``: fields of a registry.Call, or None where it has no zipped
-    form. ``num_bytes(rank, world_size)``: what this rank sends natively, in a ring (gathers, reductions) or directly (the others);
-    None: nothing of the user's."""
+    """One call of a method. ``op``: the collective as torch spells it. ``num_bytes(rank, world_size)``: what this rank sends natively, in
+    a ring (gathers, reductions) or directly (the others); None: nothing of the user's. ``output``, ``input``, ``fields``: those of a
+    registry.Call; output None: this call has no zipped form."""
     op: str
-    call: dict | None = None
-    num_bytes: Callable[[int, int], int] | None = None
+    num_bytes: Callable[[int, int], int] | None
+    output: torch.Tensor | tuple | None = None
+    input: torch.Tensor | tuple | None = None
+    fields: dict = field(default_factory=dict)
 
 
 def _sum(tensors) -> int:
@@ -33,63 +37,51 @@ def _only(items):
 
 
 def _all_gather_into_tensor(output, data, opts=None):
-    return Asked("all_gather_into_tensor", dict(output=output, input=data), lambda rank, world: data.nbytes * (world - 1))
+    return Asked("all_gather_into_tensor", lambda rank, world: data.nbytes * (world - 1), output, data)
 
 
 def _reduce_scatter_tensor(output, data, opts=None):
-    return Asked("reduce_scatter_tensor", dict(output=output, input=data, reduce_op=_reduce_op(opts)),
-                 lambda rank, world: data.nbytes * (world - 1) // world)
+    return Asked("reduce_scatter_tensor", lambda rank, world: data.nbytes * (world - 1) // world, output, data, _reduce_op(opts))
 
 
 def _all_reduce(tensors, opts=None):
     tensor = _only(tensors)
-    return Asked("all_reduce", dict(output=tensor, input=tensor, reduce_op=_reduce_op(opts)),
-                 lambda rank, world: 2 * tensor.nbytes * (world - 1) // world)
+    return Asked("all_reduce", lambda rank, world: 2 * tensor.nbytes * (world - 1) // world, tensor, tensor, _reduce_op(opts))
 
 
 def _broadcast(tensors, opts):
     tensor = _only(tensors)
-    return Asked("broadcast", dict(output=tensor, input=tensor, root=opts.rootRank),
-                 lambda rank, world: tensor.nbytes if rank == opts.rootRank else 0)
+    return Asked("broadcast", lambda rank, world: tensor.nbytes if rank == opts.rootRank else 0, tensor, tensor, {"root": opts.rootRank})
 
 
 def _all_gather(outputs, inputs, opts=None):
     data, pieces = _only(inputs), tuple(_only(outputs))
-    return Asked("all_gather", dict(output=pieces, input=data), lambda rank, world: data.nbytes * (world - 1))
+    return Asked("all_gather", lambda rank, world: data.nbytes * (world - 1), pieces, data)
 
 
 def _reduce_scatter(outputs, inputs, opts=None):
     output, pieces = _only(outputs), tuple(_only(inputs))
-    return Asked("reduce_scatter", dict(output=output, input=pieces, reduce_op=_reduce_op(opts)),
-                 lambda rank, world: _others(pieces, rank))
+    return Asked("reduce_scatter", lambda rank, world: _others(pieces, rank), output, pieces, _reduce_op(opts))
 
 
 def _all_to_all_single(output, data, output_splits, input_splits, opts=None):
 
-    sent = _elements(data, input_splits)
+    sent = elems_per_rank(data, input_splits)
 
     def num_bytes(rank, world):
         own = sum(sent[rank:rank + 1]) if sent else data.numel() // world
         return (data.numel() - own) * data.element_size()
 
-    call = dict(output=output, input=data, output_splits=_elements(output, output_splits), input_splits=sent)
-    return Asked("all_to_all_single", call, num_bytes)
+    return Asked("all_to_all_single", num_bytes, output, data,
+                 {"output_splits": elems_per_rank(output, output_splits), "input_splits": sent})
 
 
 def _all_to_all(outputs, inputs, opts=None):
-    return Asked("all_to_all", dict(output=tuple(outputs), input=tuple(inputs)), lambda rank, world: _others(inputs, rank))
+    return Asked("all_to_all", lambda rank, world: _others(inputs, rank), tuple(outputs), tuple(inputs))
 
 
-def _elements(tensor: torch.Tensor, splits) -> tuple[int, ...] | None:
-    """Splits count rows of dim 0; a Call counts elements."""
-    if not splits:
-        return None
-    row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
-    return tuple(split * row for split in splits)
-
-
-def _reduce_op(opts):
-    return dist.ReduceOp.SUM if opts is None else opts.reduceOp
+def _reduce_op(opts) -> dict:
+    return {"reduce_op": dist.ReduceOp.SUM if opts is None else opts.reduceOp}
 
 
 def _coalesced(single: Callable, op: str, whole_bytes: Callable):
@@ -99,29 +91,29 @@ def _coalesced(single: Callable, op: str, whole_bytes: Callable):
         *lists, opts = lists_and_opts if not isinstance(lists_and_opts[-1], (list, tuple)) else (*lists_and_opts, None)
         if all(len(tensors) == 1 for tensors in lists):
             return single(*lists if single is _all_reduce else map(_only, lists), opts)
-        return Asked(op, None, lambda rank, world: whole_bytes(_sum(lists[-1]), world))
+        return Asked(op, lambda rank, world: whole_bytes(_sum(lists[-1]), world))
 
     return asked
 
 
 def _all_gather_coalesced(outputs, inputs, opts=None):
-    return Asked("all_gather_coalesced", None, lambda rank, world: _sum(inputs) * (world - 1))
+    return Asked("all_gather_coalesced", lambda rank, world: _sum(inputs) * (world - 1))
 
 
 def _reduce(tensors, opts):
-    return Asked("reduce", None, lambda rank, world: _sum(tensors) if rank != opts.rootRank else 0)
+    return Asked("reduce", lambda rank, world: _sum(tensors) if rank != opts.rootRank else 0)
 
 
 def _gather(outputs, inputs, opts):
-    return Asked("gather", None, lambda rank, world: _sum(inputs) if rank != opts.rootRank else 0)
+    return Asked("gather", lambda rank, world: _sum(inputs) if rank != opts.rootRank else 0)
 
 
 def _scatter(outputs, inputs, opts):
-    return Asked("scatter", None, lambda rank, world: _others(_only(inputs), rank) if rank == opts.rootRank else 0)
+    return Asked("scatter", lambda rank, world: _others(_only(inputs), rank) if rank == opts.rootRank else 0)
 
 
 def _barrier(*args, **kwargs):
-    return Asked("barrier")
+    return Asked("barrier", None)
 
 
 def understand(method: str, args, kwargs) -> Asked:
@@ -130,7 +122,7 @@ def understand(method: str, args, kwargs) -> Asked:
     try:
         return METHODS[method](*args, **kwargs)
     except (TypeError, ValueError, AttributeError):
-        return Asked(method, None, lambda rank, world: 0)
+        return Asked(method, lambda rank, world: 0)
 
 
 _GATHERS = _coalesced(_all_gather_into_tensor, "all_gather_into_tensor_coalesced", lambda whole, world: whole * (world - 1))

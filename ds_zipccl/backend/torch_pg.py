@@ -20,6 +20,7 @@ from ds_zipccl.collectives.registry import Call, specs
 NAME = "zipccl"
 #: Point-to-point: nothing to compress, and not every rank takes part, so nothing may be settled here.
 FORWARDED = ("send", "recv", "recv_anysource")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class ZipProcessGroup(ProcessGroup):
@@ -34,6 +35,7 @@ class ZipProcessGroup(ProcessGroup):
         super().__init__(options.group_rank, options.group_size)
         self._store = options.store
         self._coalescing = False
+        self._specs = specs()
         self._inner: ProcessGroup | None = None
         self._zipccl = torch_session.join(options)
         try:
@@ -56,14 +58,21 @@ class ZipProcessGroup(ProcessGroup):
     def _ask(self, method: str, *args, **kwargs) -> dist.Work:
         """A collective: zipped if it may be, else native and counted with the reason."""
         asked = torch_calls.understand(method, args, kwargs)
-        work = None
-        if asked.call is not None and asked.op in specs() and not self._coalescing and _are_plain(asked.call):
-            work = front.run(self._zipccl, Call(op=asked.op, group=self._inner, **_detached(asked.call)))
+        call = None if self._coalescing else self._call(asked)
+        if call is not None:
+            work = front.run(self._zipccl, call)
         else:
-            rank = self.rank()
+            work, rank = None, self.rank()
             num_bytes = asked.num_bytes and (lambda world: asked.num_bytes(rank, world))
             front.count_native(self._zipccl, asked.op, self._inner, num_bytes)
         return getattr(self._inner, method)(*args, **kwargs) if work is None else work
+
+    def _call(self, asked: torch_calls.Asked) -> Call | None:
+        output, data = asked.output, asked.input
+        if output is None or asked.op not in self._specs or not (_is_plain(output) and _is_plain(data)):
+            return None
+        in_place, output = data is output, _detached(output)
+        return Call(asked.op, output, output if in_place else _detached(data), self._inner, **asked.fields)
 
     def _start_coalescing(self, device):
         self._inner._start_coalescing(device)
@@ -116,19 +125,13 @@ def _native_backends(options, native_options):
         yield "cuda", ProcessGroup.BackendType.NCCL, nccl
 
 
-def _tensors(call: dict):
-    for value in (call["output"], call["input"]):
-        yield from value if isinstance(value, tuple) else (value,)
-
-
-def _are_plain(call: dict) -> bool:
+def _is_plain(tensors) -> bool:
     """Fake tensors and other subclasses have no bytes of their own to encode."""
-    return all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in _tensors(call))
+    return all(map(_is_plain, tensors)) if isinstance(tensors, tuple) else type(tensors) in _PLAIN
 
 
-def _detached(call: dict) -> dict:
-    return {name: tuple(t.detach() for t in value) if name in ("output", "input") and isinstance(value, tuple)
-            else value.detach() if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+def _detached(tensors):
+    return tuple(tensor.detach() for tensor in tensors) if isinstance(tensors, tuple) else tensors.detach()
 
 
 def _method(name: str, body):

@@ -3,7 +3,7 @@ session.
 
 A *case* is a function ``case(rank, world_size)`` of an importable module; it raises to fail. Cases run in the order
 given. When a case fails on a rank, the ranks may be out of step, so nothing after it is run: later cases report which
-one broke the run.
+one broke the run. A module may have an ``init_process_group(backend, **kwargs)`` of its own.
 """
 import functools
 import importlib
@@ -29,9 +29,10 @@ def _rank_main(rank: int, world_size: int, module: str, names: tuple[str, ...], 
         torch.cuda.set_device(rank)
         torch.set_default_device("cuda")
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=store, rank=rank, world_size=world_size,
-                            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
     cases = importlib.import_module(module)
+    init = getattr(cases, "init_process_group", dist.init_process_group)
+    init("nccl" if DEVICE == "cuda" else "gloo", store=store, rank=rank, world_size=world_size,
+         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
     for name in names:
         try:
             getattr(cases, name)(rank, world_size)

@@ -1,38 +1,41 @@
 """Blocks in Triton: what csrc/zipccl/block.cuh does for a warp, for ``L = 32 * blocks`` lanes at once (docs/format.md, sections 2 to 5).
 
-Tensors of shape [L] hold one number a lane; u32 words hold two 16-bit halves. ``DT`` is the dtype code: 1 BF16, 2 FP16, 3 FP32.
+Tensors of shape [L] hold one number a lane; a program has L threads, so a lane is a thread and nothing but sums over lanes leaves a thread.
+u32 words hold two 16-bit halves. ``DT`` is the dtype code: 1 BF16, 2 FP16, 3 FP32. Exponents and codes of a pair are worked on at bit
+``at(DT)`` of both halves: in place for 16-bit types, at bit 0 for FP32.
 """
 import inspect
 
 import triton
 import triton.language as tl
 
-POINTERS = ("x", "frames", "out", "own", "status", "outcomes", "errors_at")
+from ds_zipccl.kernels.triton_words import add_min_halves, byte_perm, dot_bytes, popcount
+
+GROUP_TILES = tl.constexpr(256)
+TILE_ELEMS = tl.constexpr(32768)
+BOTH = tl.constexpr(0x00010001)
 
 
 def kernel(function):
-    """A launchable kernel that is compiled once for a dtype and alignment, not again for other sizes and offsets."""
-    sizes = [name for name, parameter in inspect.signature(function).parameters.items()
-             if name not in POINTERS and parameter.annotation is inspect.Parameter.empty]
-    return triton.jit(function, do_not_specialize=sizes)
+    """A launchable kernel that is compiled once for its constants, not again for other sizes, offsets and alignments; only ``frames`` is
+    known to be aligned to 16 bytes."""
+    parameters = inspect.signature(function).parameters.items()
+    return triton.jit(function, do_not_specialize=[name for name, p in parameters if name != "frames" and p.annotation is not tl.constexpr])
 
 
-@triton.jit
-def mantissa_bits(DT: tl.constexpr) -> tl.constexpr:
-    return 7 if DT == 1 else 10 if DT == 2 else 23
+@triton.constexpr_function
+def at(DT):
+    return 7 if DT == 1 else 10 if DT == 2 else 0
 
 
-@triton.jit
-def top_lo(DT: tl.constexpr) -> tl.constexpr:
+@triton.constexpr_function
+def exponent_mask(DT):
+    return 0x1F if DT == 2 else 0xFF
+
+
+@triton.constexpr_function
+def top_lo(DT):
     return 24 if DT == 2 else 248
-
-
-@triton.jit
-def popcount(x):
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return ((x * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
@@ -41,140 +44,237 @@ def bits32(x):
 
 
 @triton.jit
-def element(row, index, present, filler, DT: tl.constexpr):
-    """Bits of elements ``index`` of a block as u32; those from ``present`` on read as ``filler``."""
+def u32_at(frame, offset):
+    return (frame + offset).to(tl.pointer_type(tl.uint32))
+
+
+# ---- raw data: a lane's 8 elements of quarter j as 4 pairs, each a word of two halves (16-bit types: low only) or two words (FP32)
+
+@triton.jit
+def split_4(words, L: tl.constexpr):
+    """[L, 4] -> four [L]."""
+    even, odd = tl.split(tl.reshape(words, (L, 2, 2)))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def join_4(a, b, c, d, L: tl.constexpr):
+    """Inverse of split_4."""
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (L, 4))
+
+
+@triton.jit
+def word_places(row, block, lane, L: tl.constexpr, DT: tl.constexpr):
+    """Pointers to the first 4 words of each lane [L, 4]; ``row`` is aligned to 16 bytes."""
+    words: tl.constexpr = 8 if DT == 3 else 4              # of a lane, in a quarter
+    return row.to(tl.pointer_type(tl.int32)) + ((block * 32 * 4 + lane) * words)[:, None] + tl.arange(0, 4)[None, :]
+
+
+@triton.jit
+def element(row, index, present, DT: tl.constexpr):
+    """Bits of elements ``index`` of a tile as u32; those from ``present`` on read as 0."""
     v = tl.load(row + index, mask=index < present, other=0)
-    v = bits32(v) if DT == 3 else v.to(tl.uint16, bitcast=True).to(tl.uint32)
-    return tl.where(index < present, v, filler)
+    return bits32(v) if DT == 3 else v.to(tl.uint16, bitcast=True).to(tl.uint32)
 
 
 @triton.jit
-def load_pair(row, block, first, present, filler, full, W: tl.constexpr, DT: tl.constexpr):
-    """Elements first + 2 W and the next one of each lane, as u32 each; ``row`` points to the tile, ``block`` numbers a lane's block."""
-    base = row + block.to(tl.int64) * 1024
-    i = first + 2 * W
-    return element(base, i, present, filler, DT), element(base, i + 1, present, filler, DT)
+def element_pair(row, index, present, DT: tl.constexpr):
+    low, high = element(row, index, present, DT), element(row, index + 1, present, DT)
+    if DT != 3:
+        low |= high << 16
+        high = low
+    return low, high
 
 
 @triton.jit
-def load_quarter(row, block, first, present, filler, full, WIDE: tl.constexpr, DT: tl.constexpr):
-    """The 8 elements from ``first`` on of each lane, as 4 pairs (low, high): u32 words of two halves (low only; 16-bit dtypes) or two
-    words (FP32). Absent elements read as ``filler``. ``full``: no element of the tile is absent; ``WIDE``: rows are 16-byte aligned."""
-    if DT == 3:
-        if WIDE and full:
-            a = tl.arange(0, 2)
-            within = 4 * a[:, None, None] + 2 * a[None, :, None] + a[None, None, :]
-            at = (block * 1024 + first)[:, None, None, None] + within[None, :, :, :]
-            low, high = tl.split(bits32(tl.load(row + at)))
-            l02, l13 = tl.split(low)
-            h02, h13 = tl.split(high)
-            l0, l2 = tl.split(l02)
-            l1, l3 = tl.split(l13)
-            h0, h2 = tl.split(h02)
-            h1, h3 = tl.split(h13)
+def load_quarter(row, block, lane, present, wide, J: tl.constexpr, L: tl.constexpr, DT: tl.constexpr):
+    """The 8 words (low, high) of quarter J. ``present``: elements of the tile, others read as 0; ``wide``: none is absent in these
+    blocks, and the row is 16-byte aligned."""
+    if wide:
+        if DT == 3:
+            places = word_places(row, block, lane, L, DT) + 256 * J
+            l0, h0, l1, h1 = split_4(bits32(tl.load(places)), L)
+            l2, h2, l3, h3 = split_4(bits32(tl.load(places + 4)), L)
         else:
-            l0, h0 = load_pair(row, block, first, present, filler, full, 0, DT)
-            l1, h1 = load_pair(row, block, first, present, filler, full, 1, DT)
-            l2, h2 = load_pair(row, block, first, present, filler, full, 2, DT)
-            l3, h3 = load_pair(row, block, first, present, filler, full, 3, DT)
+            l0, l1, l2, l3 = split_4(bits32(tl.load(word_places(row, block, lane, L, DT) + 128 * J)), L)
+            h0, h1, h2, h3 = l0, l1, l2, l3
     else:
-        if WIDE and full:
-            a = tl.arange(0, 2)
-            at = (block * 512 + first // 2)[:, None, None] + 2 * a[None, :, None] + a[None, None, :]
-            l02, l13 = tl.split(bits32(tl.load(row.to(tl.pointer_type(tl.int32)) + at)))
-            l0, l2 = tl.split(l02)
-            l1, l3 = tl.split(l13)
-        else:
-            l0, h0 = load_pair(row, block, first, present, filler, full, 0, DT)
-            l1, h1 = load_pair(row, block, first, present, filler, full, 1, DT)
-            l2, h2 = load_pair(row, block, first, present, filler, full, 2, DT)
-            l3, h3 = load_pair(row, block, first, present, filler, full, 3, DT)
-            l0, l1, l2, l3 = l0 | h0 << 16, l1 | h1 << 16, l2 | h2 << 16, l3 | h3 << 16
-        h0, h1, h2, h3 = l0, l1, l2, l3
+        index = block * 1024 + 256 * J + 8 * lane
+        l0, h0 = element_pair(row, index, present, DT)
+        l1, h1 = element_pair(row, index + 2, present, DT)
+        l2, h2 = element_pair(row, index + 4, present, DT)
+        l3, h3 = element_pair(row, index + 6, present, DT)
     return l0, h0, l1, h1, l2, h2, l3, h3
 
 
 @triton.jit
+def store_element(row, index, present, bits, DT: tl.constexpr):
+    value = bits.to(tl.int32, bitcast=True) if DT == 3 else bits.to(tl.uint16).to(tl.int16, bitcast=True)
+    tl.store(row + index, value, mask=index < present)
+
+
+@triton.jit
+def store_pair(row, index, present, low, high, DT: tl.constexpr):
+    store_element(row, index, present, low, DT)
+    store_element(row, index + 1, present, high if DT == 3 else low >> 16, DT)
+
+
+@triton.jit
+def store_quarter(row, block, lane, present, wide, x, J: tl.constexpr, L: tl.constexpr, DT: tl.constexpr):
+    """Inverse of load_quarter."""
+    l0, h0, l1, h1, l2, h2, l3, h3 = x
+    if wide:
+        if DT == 3:
+            places = word_places(row, block, lane, L, DT) + 256 * J
+            tl.store(places, join_4(l0, h0, l1, h1, L).to(tl.int32, bitcast=True))
+            tl.store(places + 4, join_4(l2, h2, l3, h3, L).to(tl.int32, bitcast=True))
+        else:
+            tl.store(word_places(row, block, lane, L, DT) + 128 * J, join_4(l0, l1, l2, l3, L).to(tl.int32, bitcast=True))
+    else:
+        index = block * 1024 + 256 * J + 8 * lane
+        store_pair(row, index, present, l0, h0, DT)
+        store_pair(row, index + 2, present, l1, h1, DT)
+        store_pair(row, index + 4, present, l2, h2, DT)
+        store_pair(row, index + 6, present, l3, h3, DT)
+
+
+# ---- windows and codes
+
+@triton.jit
 def exponents(low, high, DT: tl.constexpr):
-    """The exponents of a pair, one in each half."""
+    """The exponents of a pair, at bit at(DT) of both halves."""
     if DT == 3:
-        return ((low >> 23) & 0xFF) | ((high >> 7) & 0x00FF0000)
-    if DT == 2:
-        return (low >> 10) & 0x001F001F
-    return (low >> 7) & 0x00FF00FF
+        return byte_perm(low << 1, high << 1, 0x0703) & 0x00FF00FF
+    else:
+        return low & (exponent_mask(DT) << at(DT)) * BOTH
 
 
 @triton.jit
-def add_statistics(total, squares, low, high, DT: tl.constexpr):
-    """Adds to u32 totals: sum of exponents (bits 0..19) and number of non-zero ones (from bit 20); sum of squares."""
-    e = exponents(low, high, DT)
-    nonzero = ((e + 0x00FF00FF) >> 8) & 0x00010001
-    e0, e1 = e & 0xFFFF, e >> 16
-    return total + e0 + e1 + (((nonzero & 0xFFFF) + (nonzero >> 16)) << 20), squares + e0 * e0 + e1 * e1
+def four_exponents(l0, h0, l1, h1, DT: tl.constexpr):
+    """The exponents of two pairs, one a byte, in no order that matters."""
+    if DT == 3:
+        return byte_perm(byte_perm(l0 << 1, h0 << 1, 0x0073), byte_perm(l1 << 1, h1 << 1, 0x0073), 0x5410)
+    elif DT == 2:
+        return byte_perm(l0 >> 10, l1 >> 10, 0x6420) & 0x1F1F1F1F
+    else:
+        return byte_perm(l0 << 1, l1 << 1, 0x7531)
 
 
 @triton.jit
-def choose_window(total, squares, present, given_lo, DT: tl.constexpr):
-    """(lo, mode) of blocks from their statistics and present elements (format.md, section 5)."""
-    exponent_sum = (total & 0xFFFFF).to(tl.int32)
-    count = (total >> 20).to(tl.int32)
-    mode = (1024 * (present - count) > 26 * present).to(tl.int32)
-    n, s = count.to(tl.int64), exponent_sum.to(tl.int64)
-    spread = n * squares.to(tl.int64) - s * s > 3 * n * n
+def add_statistics(totals, l0, h0, l1, h1, DT: tl.constexpr):
+    """Adds two pairs to the sums of exponents, of their squares, and 128 times the number of non-zero ones."""
+    total, squares, count = totals
+    e = four_exponents(l0, h0, l1, h1, DT)
+    ones = tl.full(e.shape, 0x01010101, tl.uint32)
+    nonzero = (((e & 0x7F7F7F7F) + 0x7F7F7F7F) | e) & 0x80808080
+    return dot_bytes(e, ones, total), dot_bytes(e, e, squares), dot_bytes(nonzero, ones, count)
+
+
+@triton.jit
+def sum_of_blocks(per_lane, L: tl.constexpr):
+    """u32 [L] -> int32 [L // 32]."""
+    return tl.sum(tl.reshape(per_lane.to(tl.int32, bitcast=True), (L // 32, 32)), 1)
+
+
+@triton.jit
+def of_lanes(per_block, L: tl.constexpr):
+    """[L // 32] -> [L]."""
+    return tl.reshape(tl.broadcast_to(per_block[:, None], (L // 32, 32)), (L,))
+
+
+@triton.jit
+def choose_window(totals, present, given_lo, L: tl.constexpr, DT: tl.constexpr):
+    """(lo, mode) of blocks [L // 32] from their lanes' statistics and present elements (format.md, section 5)."""
+    total, squares, count = totals
+    both = sum_of_blocks(total | count << 13, L).to(tl.uint32, bitcast=True)            # sums: below 2^18; counts: 128 times 2^10 at most
+    exponent_sum, n = (both & 0xFFFFF).to(tl.int32), (both >> 20).to(tl.int32)
+    mode = (1024 * (present - n) > 26 * present).to(tl.int32)
+    s = exponent_sum.to(tl.int64)
+    spread = n.to(tl.int64) * sum_of_blocks(squares, L).to(tl.int64) - s * s > (3 * n * n).to(tl.int64)
     offset = tl.where(mode == 1, tl.where(spread, 29, 34), tl.where(spread, 36, 43))
-    tenths = 10 * exponent_sum - offset * count
-    lo = tl.where((count == 0) | (tenths < 0), 0, tl.maximum(tenths, 0) // tl.maximum(10 * count, 1))
+    a, b = tl.maximum(10 * exponent_sum - offset * n, 0), tl.maximum(10 * n, 1)
+    guess = (a.to(tl.float32) / b.to(tl.float32)).to(tl.int32)                          # may be off by one
+    rest = a - guess * b
+    lo = guess + (rest >= b).to(tl.int32) - (rest < 0).to(tl.int32)
     lo = tl.where(given_lo >= 0, given_lo + mode, lo)
     return tl.minimum(lo, top_lo(DT)), mode
 
 
 @triton.jit
-def code(low, high, lo2, zero_mode, any_zero_mode, DT: tl.constexpr):
-    """3-bit codes of a pair, at bit 0 of the halves. ``lo2``: lo in both halves; ``zero_mode``: all ones or 0 for each lane."""
-    e = exponents(low, high, DT)
-    distance = ((e | 0x80008000) - lo2) ^ 0x80008000
-    outside = (((distance & 0x0FF80FF8) + 0x0FF80FF8) >> 12) & 0x00010001
-    c = distance & (0x00070007 ^ outside * 7)
-    if any_zero_mode:
-        seven = ((c + 0x00010001) >> 3) & 0x00010001
-        zero = (((e + 0x00FF00FF) >> 8) & 0x00010001) ^ 0x00010001
-        c = (c ^ (seven * 7 & zero_mode)) | (zero * 7 & zero_mode)
+def code(e, minus_lo, limit, zero_mode, ZEROS: tl.constexpr, DT: tl.constexpr):
+    """Codes of a pair at bit at(DT) of the halves, other bits undefined, from its exponents. ``minus_lo``: -lo at that bit; ``limit``: 8
+    there, 7 in zero mode; ``zero_mode``: all ones in such blocks, else 0. Without ZEROS there are no such blocks."""
+    c = add_min_halves(e, minus_lo, limit)
+    if ZEROS:
+        one: tl.constexpr = (1 << at(DT)) * 0x10001
+        outside = ((c + one) >> 3) & one & zero_mode
+        zero = (add_min_halves(e, tl.zeros_like(e), tl.full(e.shape, one, tl.uint32)) ^ one) & zero_mode
+        c = (c - outside * 7) | zero * 7
     return c
 
 
 @triton.jit
-def put_code(w0, w1, w2, c, P: tl.constexpr):
-    """Adds the codes of pair P to the lane's three words."""
+def shift_left(x, BY: tl.constexpr):
+    return x << BY if BY >= 0 else x >> -BY
+
+
+@triton.jit
+def put_code(words, c, P: tl.constexpr, AT: tl.constexpr):
+    """Adds the codes of pair P, at bit AT of the halves of ``c`` (other bits may be set), to the lane's three words."""
+    w0, w1, w2 = words
+    fields: tl.constexpr = (7 << (3 * (P // 3))) * BOTH
     if P == 15:
-        w0 |= (c & 0x00010001) << 15
-        w1 |= (c & 0x00020002) << 14
-        w2 |= (c & 0x00040004) << 13
+        w0 |= shift_left(c, 15 - AT) & 0x80008000
+        w1 |= shift_left(c, 14 - AT) & 0x80008000
+        w2 |= shift_left(c, 13 - AT) & 0x80008000
     elif P % 3 == 0:
-        w0 |= c << (3 * (P // 3))
+        w0 |= shift_left(c, 3 * (P // 3) - AT) & fields
     elif P % 3 == 1:
-        w1 |= c << (3 * (P // 3))
+        w1 |= shift_left(c, 3 * (P // 3) - AT) & fields
     else:
-        w2 |= c << (3 * (P // 3))
+        w2 |= shift_left(c, 3 * (P // 3) - AT) & fields
     return w0, w1, w2
 
 
 @triton.jit
-def get_code(w0, w1, w2, P: tl.constexpr):
-    """Inverse of put_code."""
+def get_code(words, P: tl.constexpr, AT: tl.constexpr):
+    """Inverse of put_code, other bits zero."""
+    w0, w1, w2 = words
+    fields: tl.constexpr = (7 << AT) * BOTH
     if P == 15:
-        return ((w0 >> 15) & 0x00010001) | ((w1 >> 14) & 0x00020002) | ((w2 >> 13) & 0x00040004)
-    if P % 3 == 0:
-        return (w0 >> (3 * (P // 3))) & 0x00070007
-    if P % 3 == 1:
-        return (w1 >> (3 * (P // 3))) & 0x00070007
-    return (w2 >> (3 * (P // 3))) & 0x00070007
+        return (shift_left(w0, AT - 15) & (1 << AT) * BOTH) | (shift_left(w1, AT - 14) & (2 << AT) * BOTH) | \
+            (shift_left(w2, AT - 13) & (4 << AT) * BOTH)
+    elif P % 3 == 0:
+        return shift_left(w0, AT - 3 * (P // 3)) & fields
+    elif P % 3 == 1:
+        return shift_left(w1, AT - 3 * (P // 3)) & fields
+    else:
+        return shift_left(w2, AT - 3 * (P // 3)) & fields
 
 
 @triton.jit
-def escape_mask(w0, w1, w2):
-    """Bit p + 16 h is set where the code of (p, h) is 0."""
-    some0, some1, some2 = w0 | w0 >> 1 | w0 >> 2, w1 | w1 >> 1 | w1 >> 2, w2 | w2 >> 1 | w2 >> 2
-    coded = (some0 & 0x12491249) | (some1 & 0x12491249) << 1 | (some2 & 0x12491249) << 2 | ((w0 | w1 | w2) & 0x80008000)
+def load_words(section, block, lane, exists):
+    """A lane's three words of the codes, or of FP16's extra plane."""
+    places = section + block * 96 + lane
+    return tl.load(places, mask=exists, other=0), tl.load(places + 32, mask=exists, other=0), tl.load(places + 64, mask=exists, other=0)
+
+
+@triton.jit
+def store_words(section, block, lane, exists, words):
+    places = section + block * 96 + lane
+    tl.store(places, words[0], mask=exists)
+    tl.store(places + 32, words[1], mask=exists)
+    tl.store(places + 64, words[2], mask=exists)
+
+
+@triton.jit
+def escape_mask(words):
+    """Bit p + 16 h is set where the code of (p, h) is 0. Bits ascend in scan order."""
+    w0, w1, w2 = words
+    coded = ((w0 | w0 >> 1 | w0 >> 2) & 0x12491249) | ((w1 | w1 >> 1 | w1 >> 2) & 0x12491249) << 1 | \
+        ((w2 | w2 >> 1 | w2 >> 2) & 0x12491249) << 2 | ((w0 | w1 | w2) & 0x80008000)
     return coded ^ 0xFFFFFFFF
 
 
@@ -185,32 +285,45 @@ def count_before(mask, L: tl.constexpr):
     return tl.reshape(tl.cumsum(counts, 1) - counts, (L,)), tl.sum(counts, 1)
 
 
-@triton.jit
-def of_lanes(per_block, L: tl.constexpr):
-    """[L // 32] -> [L]."""
-    return tl.reshape(tl.broadcast_to(per_block[:, None], (L // 32, 32)), (L,))
-
+# ---- remainders
 
 @triton.jit
-def remainder_bytes(low, high, PLANE: tl.constexpr, DT: tl.constexpr):
-    """Byte PLANE of the remainders of a pair: first element in bits 0..7, second in 8..15."""
+def remainder_words(l0, h0, l1, h1, PLANE: tl.constexpr, DT: tl.constexpr):
+    """Byte PLANE of the remainders of two pairs."""
     if DT == 3:
         if PLANE == 2:
-            return ((low >> 16) & 0x7F) | ((low >> 24) & 0x80) | ((high >> 8) & 0x7F00) | ((high >> 16) & 0x8000)
-        return ((low >> (8 * PLANE)) & 0xFF) | (((high >> (8 * PLANE)) & 0xFF) << 8)
-    if DT == 1:
-        low = (low & 0x007F007F) | ((low >> 8) & 0x00800080)
-    return (low & 0xFF) | ((low >> 8) & 0xFF00)
+            mantissa = byte_perm(byte_perm(l0, h0, 0x0062), byte_perm(l1, h1, 0x0062), 0x5410)
+            sign = byte_perm(byte_perm(l0, h0, 0x0073), byte_perm(l1, h1, 0x0073), 0x5410)
+            return (mantissa & 0x7F7F7F7F) | (sign & 0x80808080)
+        else:
+            low = byte_perm(l0, h0, 0x5140)
+            high = byte_perm(l1, h1, 0x5140)
+            return byte_perm(low, high, 0x5410 if PLANE == 0 else 0x7632)
+    elif DT == 2:
+        return byte_perm(l0, l1, 0x6420)
+    else:
+        return (byte_perm(l0, l1, 0x6420) & 0x7F7F7F7F) | (byte_perm(l0, l1, 0x7531) & 0x80808080)
 
 
 @triton.jit
 def remainder_top(low):
-    """FP16: remainder bits 8..10 of a pair, as codes."""
+    """FP16: remainder bits 8..10 of a pair, as codes at bit 0."""
     return ((low >> 8) & 0x00030003) | ((low >> 13) & 0x00040004)
 
 
 @triton.jit
-def uncode(c, lo, mode, HALF: tl.constexpr):
-    """The exponent of the code in one half, where it is no escape."""
-    c = (c >> (16 * HALF)) & 7
-    return tl.where((c == 7) & (mode == 1), 0, lo + c)
+def with_remainders(e, b0, b1, b2, tops, P: tl.constexpr, DT: tl.constexpr):
+    """Words (low, high) of pair P from its exponents at bit at(DT) and the bytes of its and its neighbour's remainders, a word a plane."""
+    odd: tl.constexpr = P % 2
+    if DT == 1:
+        low = e + byte_perm(b0 & 0x7F7F7F7F, b0 & 0x80808080, 0x7362 if odd else 0x5140)
+        return low, low
+    elif DT == 2:
+        top = get_code(tops, P, 8)
+        low = (e + byte_perm(b0, tl.zeros_like(b0), 0x4342 if odd else 0x4140)) | (top & 0x03000300) | (top & 0x04000400) << 5
+        return low, low
+    else:
+        bytes01 = byte_perm(b0, b1, 0x7362 if odd else 0x5140)
+        low = byte_perm(bytes01, b2, 0x6610 if odd else 0x4410)                          # byte 2 twice: its top bit is the sign
+        high = byte_perm(bytes01, b2, 0x7732 if odd else 0x5532)
+        return (low & 0x807FFFFF) | (e & 0xFF) << 23, (high & 0x807FFFFF) | (e >> 16) << 23

@@ -1,287 +1,355 @@
-"""Decode in Triton, and decode with a sum over rows: a program takes L // 32 blocks of one tile. Corruption is noted in ``errors``, with
-the bits of csrc/zipccl/frame.cuh; no access leaves the frame or the output."""
+"""Decode in Triton, and decode with a sum over rows: a program takes L // 32 blocks of one tile. Corruption is noted in ``errors_at``, with
+the bits of csrc/zipccl/frame.cuh; no access leaves the frame or the output.
+
+A block's escapes lie in scan order, so those of half 0 of a lane are neighbours, and those of half 1 come next. Up to four of each are held
+in a word, one a byte: enough for all of a lane's 32 elements nearly always, and always for a quarter of them.
+"""
 import triton
 import triton.language as tl
 
 from ds_zipccl.kernels import triton_block as blk
-from ds_zipccl.kernels.triton_encode import GROUP_TILES, TILE_ELEMS, u32_at
+from ds_zipccl.kernels.triton_block import GROUP_TILES, TILE_ELEMS, u32_at
+from ds_zipccl.kernels.triton_words import here, popcount, round_halves, take_byte_if
 
 BAD_HEADER, BAD_BLOCK_COUNT, BAD_TILE_COUNT, BAD_WINDOW, BAD_SPILL = (tl.constexpr(1 << bit) for bit in range(5))
 
 
 @triton.jit
-def decode_pair(places, words, mask, lo, mode, at0, at1, b0, b1, b2, P: tl.constexpr, DT: tl.constexpr):
-    """Bits of the two elements of pair P as u32, and the next places. b0..b2: their remainder bytes, 16 bits a plane."""
-    tile, pool, pool_room, spill_offset, escapes_offset, capacity, any_spill = places
-    w0, w1, w2, t0, t1, t2 = words
-    c = blk.get_code(w0, w1, w2, P)
-    is0, is1 = ((mask >> P) & 1) != 0, ((mask >> (P + 16)) & 1) != 0
-    e0 = tl.load(tile + escapes_offset + at0, mask=is0 & (at0 < capacity), other=0)
-    e1 = tl.load(tile + escapes_offset + at1, mask=is1 & (at1 < capacity), other=0)
-    if any_spill:
-        p0, p1 = spill_offset + (at0 - capacity), spill_offset + (at1 - capacity)
-        e0 |= tl.load(pool + p0, mask=is0 & (at0 >= capacity) & (p0 < pool_room), other=0)
-        e1 |= tl.load(pool + p1, mask=is1 & (at1 >= capacity) & (p1 < pool_room), other=0)
-    e0 = tl.where(is0, e0.to(tl.uint32), blk.uncode(c, lo, mode, 0))
-    e1 = tl.where(is1, e1.to(tl.uint32), blk.uncode(c, lo, mode, 1))
-    if DT == 1:
-        first = (b0 & 0x7F) | (b0 & 0x80) << 8 | (e0 & 0xFF) << 7
-        second = ((b0 >> 8) & 0x7F) | (b0 & 0x8000) | (e1 & 0xFF) << 7
-    elif DT == 2:
-        top = blk.get_code(t0, t1, t2, P)
-        first = (b0 & 0xFF) | (top & 3) << 8 | (top & 4) << 13 | (e0 & 31) << 10
-        second = ((b0 >> 8) & 0xFF) | ((top >> 16) & 3) << 8 | ((top >> 16) & 4) << 13 | (e1 & 31) << 10
-    else:
-        first = (b0 & 0xFF) | (b1 & 0xFF) << 8 | (b2 & 0x7F) << 16 | (b2 & 0x80) << 24 | (e0 & 0xFF) << 23
-        second = ((b0 >> 8) & 0xFF) | (b1 & 0xFF00) | (b2 & 0x7F00) << 8 | (b2 & 0x8000) << 16 | (e1 & 0xFF) << 23
-    return first, second, at0 + is0.to(tl.int32), at1 + is1.to(tl.int32)
+def four_bytes(start, place, wanted):
+    """The bytes at places place .. place + 3 from ``start``, which is aligned to 4 bytes, as a word."""
+    words = start.to(tl.pointer_type(tl.uint32)) + (place >> 2)
+    low = tl.load(words, mask=wanted, other=0)
+    high = tl.load(words + 1, mask=wanted, other=0)
+    return ((high.to(tl.uint64) << 32 | low.to(tl.uint64)) >> ((place & 3) * 8).to(tl.uint64)).to(tl.uint32)
 
 
 @triton.jit
-def decode_quarter(tile, pool, pool_room, state, escapes_offset, capacity, planes_offset, block, lane, num_blocks, J: tl.constexpr,
-                   L: tl.constexpr, DT: tl.constexpr):
-    """Bits of the lane's 8 elements of quarter J, as u32, in the order of load_quarter."""
-    w0, w1, w2, t0, t1, t2, mask, lo, mode, at0, at1, spill_offset, any_spill = state
-    earlier: tl.constexpr = (1 << (4 * J)) - 1
-    at0 += blk.popcount(mask & earlier)
-    at1 += blk.popcount((mask >> 16) & earlier)
-    x0, y0 = remainder_words(tile, planes_offset, block, lane, num_blocks, J, 0, L, DT)
-    x1, y1, x2, y2 = x0, y0, x0, y0
-    if DT == 3:
-        x1, y1 = remainder_words(tile, planes_offset, block, lane, num_blocks, J, 1, L, DT)
-        x2, y2 = remainder_words(tile, planes_offset, block, lane, num_blocks, J, 2, L, DT)
-    places = (tile, pool, pool_room, spill_offset, escapes_offset, capacity, any_spill)
-    words = (w0, w1, w2, t0, t1, t2)
-    l0, h0, at0, at1 = decode_pair(places, words, mask, lo, mode, at0, at1, x0 & 0xFFFF, x1 & 0xFFFF, x2 & 0xFFFF, 4 * J, DT)
-    l1, h1, at0, at1 = decode_pair(places, words, mask, lo, mode, at0, at1, x0 >> 16, x1 >> 16, x2 >> 16, 4 * J + 1, DT)
-    l2, h2, at0, at1 = decode_pair(places, words, mask, lo, mode, at0, at1, y0 & 0xFFFF, y1 & 0xFFFF, y2 & 0xFFFF, 4 * J + 2, DT)
-    l3, h3, at0, at1 = decode_pair(places, words, mask, lo, mode, at0, at1, y0 >> 16, y1 >> 16, y2 >> 16, 4 * J + 3, DT)
-    return l0, h0, l1, h1, l2, h2, l3, h3
+def spill_offset_of(tile, pool_room):
+    """At most pool_room, which is as wrong as more."""
+    return tl.minimum(tl.load(u32_at(tile, 4)).to(tl.int64), pool_room).to(tl.int32)
 
 
 @triton.jit
-def block_state(frame, tile, num_blocks, capacity, codes_offset, extra_offset, pool_room, own_block, block, lane,
-                L: tl.constexpr, DT: tl.constexpr):
-    """The state of L // 32 blocks that decode_quarter needs, and kinds of corruption."""
-    exists, own_exists = block < num_blocks, own_block < num_blocks
-    codes = u32_at(tile, codes_offset) + block * 96 + lane
-    ones = 0x12491249
-    w0 = tl.load(codes, mask=exists, other=ones)
-    w1 = tl.load(codes + 32, mask=exists, other=ones)
-    w2 = tl.load(codes + 64, mask=exists, other=ones)
+def escape_byte(places, place, wanted):
+    """Escape number ``place`` of the tile, wherever it is."""
+    slots, capacity, pool, pool_room, spill_offset = places
+    spilled = spill_offset + (place - capacity)
+    valid = wanted & ((place < capacity) | (spilled < pool_room))
+    return tl.load(tl.where(place < capacity, slots + place, pool + spilled), mask=valid, other=0).to(tl.uint32)
+
+
+@triton.jit
+def four_escapes(places, place, n):
+    """The first n (four at most) escapes from number ``place`` on, one a byte."""
+    return escape_byte(places, place, n > 0) | escape_byte(places, place + 1, n > 1) << 8 | \
+        escape_byte(places, place + 2, n > 2) << 16 | escape_byte(places, place + 3, n > 3) << 24
+
+
+@triton.jit
+def put_escape(e, q, mask, BIT: tl.constexpr, DT: tl.constexpr):
+    """Where bit BIT of mask is set, takes the first byte out of q for its exponent in e."""
+    by: tl.constexpr = blk.at(DT) + BIT // 16 * 16
+    return take_byte_if(mask, BIT, e, q, by, blk.exponent_mask(DT) << by)
+
+
+@triton.jit
+def without_zeros(e, c, zero_mode, DT: tl.constexpr):
+    """Zero mode: exponents of code 7 become 0."""
+    seven = ((c + (1 << blk.at(DT)) * 0x10001) >> (blk.at(DT) + 3)) & 0x00010001
+    return e & ((seven * (((0x8000 >> blk.at(DT)) - 1) << blk.at(DT)) & zero_mode) ^ 0xFFFFFFFF)
+
+
+@triton.jit
+def plane_words(planes, block, lane, exists, num_blocks, J: tl.constexpr, PLANE: tl.constexpr, L: tl.constexpr, DT: tl.constexpr):
+    """Remainder bytes of the lane's 8 elements of quarter J: two words."""
+    count: tl.constexpr = 3 if DT == 3 else 1
+    two = tl.arange(0, 2)[None, :]
+    places = planes + (((block * (128 * count) + lane) * 2)[:, None] + two)
+    return tl.split(tl.load(places + (256 * PLANE + 64 * J), mask=block[:, None] + 0 * two < num_blocks, other=0))
+
+
+@triton.jit
+def load_stored(tile, sections, num_blocks, block, lane, L: tl.constexpr, DT: tl.constexpr):
+    """What is stored of a block, escapes excepted: words of the codes, of FP16's extra plane, and of the planes, four quarters of each."""
+    codes_offset, extra_offset, planes_offset = sections
+    exists = block < num_blocks
+    codes = blk.load_words(u32_at(tile, codes_offset), block, lane, exists)
+    tops = codes
     if DT == 2:
-        tops = u32_at(tile, extra_offset) + block * 96 + lane
-        t0 = tl.load(tops, mask=exists, other=0)
-        t1 = tl.load(tops + 32, mask=exists, other=0)
-        t2 = tl.load(tops + 64, mask=exists, other=0)
-    else:
-        t0, t1, t2 = w0, w1, w2
-    i = tl.arange(0, 32)
-    heads = tl.load(u32_at(tile, 16) + i, mask=i < num_blocks, other=0)
-    counts = (heads >> 16).to(tl.int32)
-    before_block = tl.sum(tl.where(i[None, :] < own_block[:, None], counts[None, :], 0), 1)
-    head = tl.load(u32_at(tile, 16) + own_block, mask=own_exists, other=0)
-    lo, mode = head & 0xFF, (head >> 8) & 0xFF
-    mask = tl.where(exists, blk.escape_mask(w0, w1, w2), 0)
-    before, found = blk.count_before(mask, L)
-    num, spill_offset = tl.load(u32_at(tile, 0)), tl.load(u32_at(tile, 4))
-    all_counts = tl.sum(counts, 0)
-    errors = tl.max(tl.where(own_exists & (found != (head >> 16).to(tl.int32)), BAD_BLOCK_COUNT, 0), 0)
-    errors |= tl.max(tl.where((mode > 1) | (lo > blk.top_lo(DT)), BAD_WINDOW, 0), 0)
-    errors |= tl.where(num.to(tl.int64) != all_counts, BAD_TILE_COUNT, 0)
-    spill = tl.maximum(all_counts - capacity, 0).to(tl.int64)
-    errors |= tl.where((spill > 0) & (spill_offset.to(tl.int64) + spill > pool_room), BAD_SPILL, 0)
-    at0 = blk.of_lanes(before_block, L) + before
-    at1 = at0 + blk.popcount(mask & 0xFFFF)
-    state = (w0, w1, w2, t0, t1, t2, mask, blk.of_lanes(lo, L), blk.of_lanes(mode, L), at0, at1, spill_offset.to(tl.int64),
-             (spill > 0) | (errors > 0))
-    return state, errors
-
-
-@triton.jit
-def remainder_words(tile, planes_offset, block, lane, num_blocks, J: tl.constexpr, PLANE: tl.constexpr, L: tl.constexpr, DT: tl.constexpr):
-    """Remainder bytes of the lane's 8 elements of quarter J: two u32 words."""
-    planes: tl.constexpr = 3 if DT == 3 else 1
-    at = (block * (256 * planes) + 256 * PLANE + 64 * J + 2 * lane)[:, None] + tl.arange(0, 2)[None, :]
-    exists = tl.broadcast_to((block < num_blocks)[:, None], (L, 2))
-    return tl.split(tl.load(u32_at(tile, planes_offset) + at, mask=exists, other=0))
-
-
-@triton.jit
-def store_pair(row, block, first, present, low, high, W: tl.constexpr, DT: tl.constexpr):
-    at = row + block.to(tl.int64) * 1024 + first + 2 * W
-    low = low.to(tl.int32, bitcast=True) if DT == 3 else low.to(tl.uint16).to(tl.int16, bitcast=True)
-    high = high.to(tl.int32, bitcast=True) if DT == 3 else high.to(tl.uint16).to(tl.int16, bitcast=True)
-    tl.store(at, low, mask=first + 2 * W < present)
-    tl.store(at + 1, high, mask=first + 2 * W + 1 < present)
-
-
-@triton.jit
-def store_quarter(row, block, first, present, full, l0, h0, l1, h1, l2, h2, l3, h3, WIDE: tl.constexpr, DT: tl.constexpr):
-    """Inverse of triton_block.load_quarter, from the bits of single elements."""
-    if WIDE and full:
-        a = tl.arange(0, 2)
+        tops = blk.load_words(u32_at(tile, extra_offset), block, lane, exists)
+    planes = u32_at(tile, planes_offset)
+    stored = ()
+    for j in tl.static_range(4):
+        x, y = plane_words(planes, block, lane, exists, num_blocks, j, 0, L, DT)
         if DT == 3:
-            within = 4 * a[:, None, None] + 2 * a[None, :, None] + a[None, None, :]
-            at = (block * 1024 + first)[:, None, None, None] + within[None, :, :, :]
-            low, high = tl.join(tl.join(l0, l2), tl.join(l1, l3)), tl.join(tl.join(h0, h2), tl.join(h1, h3))
-            tl.store(row + at, tl.join(low, high).to(tl.int32, bitcast=True))
+            x1, y1 = plane_words(planes, block, lane, exists, num_blocks, j, 1, L, DT)
+            x2, y2 = plane_words(planes, block, lane, exists, num_blocks, j, 2, L, DT)
+            stored = stored + ((x, y, x1, y1, x2, y2),)
         else:
-            at = (block * 512 + first // 2)[:, None, None] + 2 * a[None, :, None] + a[None, None, :]
-            words = tl.join(tl.join(l0 | h0 << 16, l2 | h2 << 16), tl.join(l1 | h1 << 16, l3 | h3 << 16))
-            tl.store(row.to(tl.pointer_type(tl.int32)) + at, words.to(tl.int32, bitcast=True))
-    else:
-        store_pair(row, block, first, present, l0, h0, 0, DT)
-        store_pair(row, block, first, present, l1, h1, 1, DT)
-        store_pair(row, block, first, present, l2, h2, 2, DT)
-        store_pair(row, block, first, present, l3, h3, 3, DT)
+            stored = stored + ((x, y, x, y, x, y),)
+    return codes, tops, stored
 
 
 @triton.jit
-def check_header(frame, h0, h1, h2, h3, h4):
+def block_state(tile, places, codes, num_blocks, block, lane, errors_at, L: tl.constexpr, DT: tl.constexpr):
+    """Notes corruption in the headers. Returns the state of each lane: lo at bit at(DT) of both halves, all ones where the block has zero
+    mode, the mask of its escapes, the number of the tile's escapes before those; and whether any of these blocks is unusual: it has zero
+    mode, or escapes that are not in slots, or more than four in one half of a lane."""
+    slots, capacity, pool, pool_room, spill_offset = places
+    exists = block < num_blocks
+    heads = tl.load(u32_at(tile, 16) + lane, mask=lane < num_blocks, other=0)
+    head = tl.load(u32_at(tile, 16) + block, mask=exists, other=0)
+    num = tl.load(u32_at(tile, 0) + lane * 0)
+    mask = tl.where(exists, blk.escape_mask(codes), 0)
+    before, found = blk.count_before(mask, L)
+    both = blk.sum_of_blocks(tl.where(lane < block, heads >> 16, 0), L)
+    place = blk.of_lanes(both, L) + before
+    lo, mode, count = head & 0xFF, (head >> 8) & 0xFF, (head >> 16).to(tl.int32)
+    bad = tl.where(blk.of_lanes(found, L) != count, BAD_BLOCK_COUNT, 0)
+    bad |= tl.where((mode > 1) | (lo > blk.top_lo(DT)), BAD_WINDOW, 0)
+    end = blk.of_lanes(both, L) + count                                      # of the block's escapes
+    bad |= tl.where((block == num_blocks - 1) & (num.to(tl.int64) != end), BAD_TILE_COUNT, 0)
+    bad |= tl.where((end > capacity) & (spill_offset + (end - capacity) > pool_room), BAD_SPILL, 0)
+    tl.atomic_or(errors_at + lane * 0, bad, mask=exists & (lane == 0) & (bad != 0), sem="relaxed")
+    n0, n1 = popcount(mask & 0xFFFF), popcount(mask >> 16)
+    unusual = (n0 > 4) | (n1 > 4) | (place + n0 + n1 > capacity) | (mode == 1)
+    zero_mode = tl.where(mode == 1, 0xFFFFFFFF, 0).to(tl.uint32)
+    return ((lo << blk.at(DT)) * 0x10001, zero_mode, mask, place), tl.max(unusual.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def first_escapes(places, state):
+    """The first four escapes of both halves of lanes whose escapes all lie in slots."""
+    _, _, mask, place = state
+    slots, capacity, _, _, _ = places
+    place1 = place + popcount(mask & 0xFFFF)
+    return four_bytes(slots, place, ((mask & 0xFFFF) != 0) & (place < capacity)), \
+        four_bytes(slots, place1, ((mask >> 16) != 0) & (place1 < capacity))
+
+
+@triton.jit
+def decode_pair(stored, tops, e, mask, q0, q1, P: tl.constexpr, DT: tl.constexpr):
+    e, q0 = put_escape(e, q0, mask, P, DT)
+    e, q1 = put_escape(e, q1, mask, P + 16, DT)
+    x, y, x1, y1, x2, y2 = stored
+    if P % 4 < 2:
+        low, high = blk.with_remainders(e, x, x1, x2, tops, P, DT)
+    else:
+        low, high = blk.with_remainders(e, y, y1, y2, tops, P, DT)
+    return low, high, q0, q1
+
+
+@triton.jit
+def decode_quarter(stored, codes, tops, state, places, q0, q1, unusual, J: tl.constexpr, DT: tl.constexpr):
+    """The words (low, high) of the lane's 8 elements of quarter J, and the escapes left in q0 and q1. If ``unusual`` (a number or a
+    constant; see block_state), q0 and q1 are not used but found for each quarter, and blocks may have zero mode."""
+    lo, zero_mode, mask, place = state
+    c0, c1 = blk.get_code(codes, 4 * J, blk.at(DT)), blk.get_code(codes, 4 * J + 1, blk.at(DT))
+    c2, c3 = blk.get_code(codes, 4 * J + 2, blk.at(DT)), blk.get_code(codes, 4 * J + 3, blk.at(DT))
+    e0, e1, e2, e3 = c0 + lo, c1 + lo, c2 + lo, c3 + lo
+    if unusual:
+        e0, e1 = without_zeros(e0, c0, zero_mode, DT), without_zeros(e1, c1, zero_mode, DT)
+        e2, e3 = without_zeros(e2, c2, zero_mode, DT), without_zeros(e3, c3, zero_mode, DT)
+        earlier: tl.constexpr = (1 << (4 * J)) - 1
+        q0 = four_escapes(places, place + popcount(mask & earlier), popcount((mask >> (4 * J)) & 0xF))
+        q1 = four_escapes(places, place + popcount(mask & (0xFFFF | earlier << 16)), popcount((mask >> (4 * J + 16)) & 0xF))
+    l0, h0, q0, q1 = decode_pair(stored, tops, e0, mask, q0, q1, 4 * J, DT)
+    l1, h1, q0, q1 = decode_pair(stored, tops, e1, mask, q0, q1, 4 * J + 1, DT)
+    l2, h2, q0, q1 = decode_pair(stored, tops, e2, mask, q0, q1, 4 * J + 2, DT)
+    l3, h3, q0, q1 = decode_pair(stored, tops, e3, mask, q0, q1, 4 * J + 3, DT)
+    return (l0, h0, l1, h1, l2, h2, l3, h3), q0, q1
+
+
+@triton.jit
+def check_header(frame, h0, h1, h2, h3, h4, errors_at, DT: tl.constexpr):
     i = tl.arange(0, 32)
     word = tl.load(u32_at(frame, 0) + i).to(tl.int32, bitcast=True)
     expected = tl.where(i == 0, h0, tl.where(i == 1, h1, tl.where(i == 2, h2, tl.where(i == 3, h3, tl.where(i == 4, h4, 0)))))
     bad = tl.where(i == 5, (word & 65536) != 0, word != expected.to(tl.int32))
-    # byte 7, the given window, is the writer's: any valid one will do. FP16 has dtype code 2 (byte 5) and 5 exponent bits.
-    top = tl.where(((h1 >> 8) & 255) == 2, 25, 249)
-    bad = tl.where(i == 1, (((word ^ expected.to(tl.int32)) & 0xFFFFFF) != 0) | (((word >> 24) & 255) > top), bad)
-    return tl.max(tl.where(bad, BAD_HEADER, 0), 0)
+    # Byte 7, the given window, is the writer's: any valid one will do.
+    bad = tl.where(i == 1, (((word ^ expected.to(tl.int32)) & 0xFFFFFF) != 0) | (((word >> 24) & 0xFF) > blk.top_lo(DT) + 1), bad)
+    if tl.max(bad.to(tl.int32), 0) > 0:
+        tl.atomic_or(errors_at, BAD_HEADER, sem="relaxed")
+
+
+@triton.jit
+def decode_and_store(target, tile_elems, wide, loaded, state, places, block, lane, UNUSUAL: tl.constexpr, L: tl.constexpr,
+                     DT: tl.constexpr):
+    codes, tops, stored = loaded
+    q0, q1 = first_escapes(places, state)
+    for j in tl.static_range(4):
+        x, q0, q1 = decode_quarter(stored[j], codes, tops, state, places, q0, q1, UNUSUAL, j, DT)
+        blk.store_quarter(target, block, lane, tile_elems, wide, x, j, L, DT)
 
 
 @blk.kernel
-def decode(frames, out, errors_at, row_stride, frame_stride, skip, numel, num_tiles, num_groups, tiles_offset, tile_bytes, last_blocks,
-           escapes_offset, capacity, codes_offset, extra_offset, planes_offset, last_escapes_offset, last_capacity, last_codes_offset,
-           last_extra_offset, last_planes_offset, pools_offset, pool_bytes, last_pool_bytes, h0, h1, h2, h3, h4, WIDE: tl.constexpr,
-           L: tl.constexpr, DT: tl.constexpr):
-    """Grid (tiles * 32 / (L / 32), or 1, rows without the skipped one)."""
+def decode(frames, out, errors_at, row_stride: tl.int64, frame_stride: tl.int64, skip: tl.int32, numel: tl.int64, num_tiles: tl.int32,
+           tiles_offset: tl.int32, tile_bytes: tl.int32, last_blocks: tl.int32, escapes_offset: tl.int32, capacity: tl.int32,
+           codes_offset: tl.int32, extra_offset: tl.int32, planes_offset: tl.int32, last_escapes_offset: tl.int32,
+           last_capacity: tl.int32, last_codes_offset: tl.int32, last_extra_offset: tl.int32, last_planes_offset: tl.int32,
+           pools_offset: tl.int64, pool_bytes: tl.int32, last_pool_bytes: tl.int32, h0: tl.int32, h1: tl.int32, h2: tl.int32, h3: tl.int32,
+           h4: tl.int32, aligned: tl.int32, L: tl.constexpr, DT: tl.constexpr):
+    """Grid (tiles * 32 / (L / 32), or 1, rows without the skipped one). aligned: rows of out start on 16-byte addresses."""
     per_tile: tl.constexpr = 1024 // L
     t, part, row = tl.program_id(0) // per_tile, tl.program_id(0) % per_tile, tl.program_id(1)
     row += ((skip >= 0) & (row >= skip)).to(tl.int32)
-    frame = frames + row.to(tl.int64) * frame_stride
+    frame = tl.multiple_of(frames + row.to(tl.int64) * frame_stride, 16)
     if tl.program_id(0) == 0:
-        bad = check_header(frame, h0, h1, h2, h3, h4)
-        if bad > 0:
-            tl.atomic_or(errors_at, bad)
-    if t < num_tiles:
-        last = t == num_tiles - 1
-        num_blocks = tl.where(last, last_blocks, 32)
-        tile = tl.multiple_of(frame + tiles_offset + t.to(tl.int64) * tile_bytes, 16)
-        escapes_offset = tl.where(last, last_escapes_offset, escapes_offset)
-        capacity = tl.where(last, last_capacity, capacity)
-        codes_offset = tl.where(last, last_codes_offset, codes_offset)
-        extra_offset = tl.where(last, last_extra_offset, extra_offset)
-        planes_offset = tl.multiple_of(tl.where(last, last_planes_offset, planes_offset), 128)
-        group = t // GROUP_TILES
-        room = tl.where(group == num_groups - 1, last_pool_bytes, pool_bytes)
-        pool = frame + pools_offset + group.to(tl.int64) * pool_bytes
+        check_header(frame, h0, h1, h2, h3, h4, errors_at, DT)
+    last = t == num_tiles - 1
+    num_blocks = tl.where(last, last_blocks, 32)
+    if (t < num_tiles) & (part * (L // 32) < num_blocks):
+        tile = tl.multiple_of(frame + (tiles_offset + t.to(tl.int64) * tile_bytes), 16)
+        first_of_pool = frame + (pools_offset + (t // GROUP_TILES).to(tl.int64) * pool_bytes)
+        room = tl.where(t // GROUP_TILES == (num_tiles - 1) // GROUP_TILES, last_pool_bytes, pool_bytes)
+        places = (tl.multiple_of(tile + tl.where(last, last_escapes_offset, escapes_offset), 4), tl.where(last, last_capacity, capacity),
+                  first_of_pool, room, spill_offset_of(tile, room))
+        sections = (tl.multiple_of(tl.where(last, last_codes_offset, codes_offset), 128),
+                    tl.multiple_of(tl.where(last, last_extra_offset, extra_offset), 128),
+                    tl.multiple_of(tl.where(last, last_planes_offset, planes_offset), 128))
         lanes = tl.arange(0, L)
-        own_block = part * (L // 32) + tl.arange(0, L // 32)
         block, lane = part * (L // 32) + lanes // 32, lanes % 32
-        state, bad = block_state(frame, tile, num_blocks, capacity, codes_offset, extra_offset, room, own_block, block, lane, L, DT)
-        if bad > 0:
-            tl.atomic_or(errors_at, bad)
+        loaded = load_stored(tile, sections, num_blocks, block, lane, L, DT)
+        state, unusual = block_state(tile, places, loaded[0], num_blocks, block, lane, errors_at, L, DT)
         tile_elems = tl.minimum(numel - t.to(tl.int64) * TILE_ELEMS, TILE_ELEMS).to(tl.int32)
-        present = tl.minimum(tl.maximum(tile_elems - block * 1024, 0), 1024)
-        target = out + row.to(tl.int64) * row_stride + t.to(tl.int64) * TILE_ELEMS
-        if WIDE:
-            target = tl.multiple_of(target, 16)
-        full = tile_elems == TILE_ELEMS
-        for j in tl.static_range(4):
-            l0, g0, l1, g1, l2, g2, l3, g3 = decode_quarter(tile, pool, room, state, escapes_offset, capacity, planes_offset, block, lane,
-                                                            num_blocks, j, L, DT)
-            store_quarter(target, block, 256 * j + 8 * lane, present, full, l0, g0, l1, g1, l2, g2, l3, g3, WIDE, DT)
+        target = tl.multiple_of(out + (row.to(tl.int64) * row_stride + t.to(tl.int64) * TILE_ELEMS), 16)
+        wide = (aligned != 0) & (tile_elems >= (part + 1) * (32 * L))
+        if unusual | (wide == 0):
+            decode_and_store(target, tile_elems, wide, loaded, state, places, block, lane, True, L, DT)
+        else:
+            decode_and_store(target, tile_elems, True, loaded, state, places, block, lane, False, L, DT)
+
+
+# ---- sums
+
+@triton.jit
+def floats_of(low, high, DT: tl.constexpr):
+    """The numbers of a pair."""
+    if DT == 1:
+        return (low << 16).to(tl.float32, bitcast=True), (low & 0xFFFF0000).to(tl.float32, bitcast=True)
+    elif DT == 2:
+        return (low & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32), \
+            (low >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def to_float(bits, DT: tl.constexpr):
-    if DT == 1:
-        return (bits << 16).to(tl.float32, bitcast=True)
-    if DT == 2:
-        return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    return bits.to(tl.float32, bitcast=True)
+def add_quarter(sums, x, DT: tl.constexpr):
+    """Adds a quarter's 8 numbers to sums."""
+    l0, h0, l1, h1, l2, h2, l3, h3 = x
+    s0, s1, s2, s3, s4, s5, s6, s7 = sums
+    v0, v1 = floats_of(l0, h0, DT)
+    v2, v3 = floats_of(l1, h1, DT)
+    v4, v5 = floats_of(l2, h2, DT)
+    v6, v7 = floats_of(l3, h3, DT)
+    return s0 + v0, s1 + v1, s2 + v2, s3 + v3, s4 + v4, s5 + v5, s6 + v6, s7 + v7
 
 
 @triton.jit
-def rounded(value, DT: tl.constexpr):
-    """Bits of one rounding to nearest even; NaNs become the canonical one."""
-    bits = value.to(tl.uint32, bitcast=True)
-    nan = value != value
-    if DT == 1:
-        return tl.where(nan, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
-    if DT == 2:
-        return tl.where(nan, 0x7E00, value.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32))
-    return tl.where(nan, 0x7FC00000, bits)
+def decode_and_add(sums, loaded, state, places, unusual, DT: tl.constexpr):
+    """Adds a row's four quarters to the four quarters' sums."""
+    codes, tops, stored = loaded
+    q0, q1 = first_escapes(places, state)
+    x, q0, q1 = decode_quarter(stored[0], codes, tops, state, places, q0, q1, unusual, 0, DT)
+    a = add_quarter(sums[0], x, DT)
+    x, q0, q1 = decode_quarter(stored[1], codes, tops, state, places, q0, q1, unusual, 1, DT)
+    b = add_quarter(sums[1], x, DT)
+    x, q0, q1 = decode_quarter(stored[2], codes, tops, state, places, q0, q1, unusual, 2, DT)
+    c = add_quarter(sums[2], x, DT)
+    x, q0, q1 = decode_quarter(stored[3], codes, tops, state, places, q0, q1, unusual, 3, DT)
+    return a, b, c, add_quarter(sums[3], x, DT)
+
+
+@triton.jit
+def add_raw(sums, source, block, lane, tile_elems, wide, r, L: tl.constexpr, DT: tl.constexpr):
+    """The same of row r, of raw data."""
+    a, b, c, d = sums
+    if wide:
+        a = add_quarter(a, blk.load_quarter(source, block, lane, tile_elems, True, 0, L, DT), DT)
+        b = add_quarter(b, blk.load_quarter(source, block, lane, tile_elems, True, 1, L, DT), DT)
+        c = add_quarter(c, blk.load_quarter(source, block, lane, tile_elems, True, 2, L, DT), DT)
+        d = add_quarter(d, blk.load_quarter(source, block, lane, tile_elems, True, 3, L, DT), DT)
+    else:                                                # barriers: else all elements are loaded at once, into as many registers
+        lane, tile_elems = here(lane, r), here(tile_elems, r)
+        a = add_quarter(a, blk.load_quarter(source, block, lane, tile_elems, False, 0, L, DT), DT)
+        tl.debug_barrier()
+        b = add_quarter(b, blk.load_quarter(source, block, lane, tile_elems, False, 1, L, DT), DT)
+        tl.debug_barrier()
+        c = add_quarter(c, blk.load_quarter(source, block, lane, tile_elems, False, 2, L, DT), DT)
+        tl.debug_barrier()
+        d = add_quarter(d, blk.load_quarter(source, block, lane, tile_elems, False, 3, L, DT), DT)
+    return a, b, c, d
+
+
+@triton.jit
+def rounded_pair(a, b, DT: tl.constexpr):
+    """Words (low, high) of two sums, rounded once to nearest even; NaNs become the canonical one."""
+    if DT == 3:
+        low, high = a.to(tl.uint32, bitcast=True), b.to(tl.uint32, bitcast=True)
+        return tl.where(a != a, 0x7FC00000, low), tl.where(b != b, 0x7FC00000, high)
+    else:
+        word = round_halves(a, b, DT)
+        return word, word
+
+
+@triton.jit
+def rounded_quarter(sums, DT: tl.constexpr):
+    s0, s1, s2, s3, s4, s5, s6, s7 = sums
+    l0, h0 = rounded_pair(s0, s1, DT)
+    l1, h1 = rounded_pair(s2, s3, DT)
+    l2, h2 = rounded_pair(s4, s5, DT)
+    l3, h3 = rounded_pair(s6, s7, DT)
+    return l0, h0, l1, h1, l2, h2, l3, h3
 
 
 @blk.kernel
-def decode_reduce(frames, own, out, errors_at, frame_stride, own_index, num_rows, numel, num_tiles, num_groups, tiles_offset, tile_bytes,
-                  last_blocks, escapes_offset, capacity, codes_offset, extra_offset, planes_offset, last_escapes_offset, last_capacity,
-                  last_codes_offset, last_extra_offset, last_planes_offset, pools_offset, pool_bytes, last_pool_bytes, h0, h1, h2, h3, h4,
-                  WIDE: tl.constexpr, L: tl.constexpr, DT: tl.constexpr):
-    """Grid (tiles * 32 / (L / 32)). A quarter of the blocks at a time, so that the sums fit in registers."""
+def decode_reduce(frames, own, out, errors_at, frame_stride: tl.int64, own_index: tl.int32, num_rows: tl.int32, numel: tl.int64,
+                  num_tiles: tl.int32, tiles_offset: tl.int32, tile_bytes: tl.int32, last_blocks: tl.int32, escapes_offset: tl.int32,
+                  capacity: tl.int32, codes_offset: tl.int32, extra_offset: tl.int32, planes_offset: tl.int32,
+                  last_escapes_offset: tl.int32, last_capacity: tl.int32, last_codes_offset: tl.int32, last_extra_offset: tl.int32,
+                  last_planes_offset: tl.int32, pools_offset: tl.int64, pool_bytes: tl.int32, last_pool_bytes: tl.int32, h0: tl.int32,
+                  h1: tl.int32, h2: tl.int32, h3: tl.int32, h4: tl.int32, aligned: tl.int32, L: tl.constexpr, DT: tl.constexpr):
+    """Grid (tiles * 32 / (L / 32)). aligned: own and out start on 16-byte addresses."""
     per_tile: tl.constexpr = 1024 // L
     t, part = tl.program_id(0) // per_tile, tl.program_id(0) % per_tile
     last = t == num_tiles - 1
     num_blocks = tl.where(last, last_blocks, 32)
-    escapes_offset = tl.where(last, last_escapes_offset, escapes_offset)
-    capacity = tl.where(last, last_capacity, capacity)
-    codes_offset = tl.where(last, last_codes_offset, codes_offset)
-    extra_offset = tl.where(last, last_extra_offset, extra_offset)
-    planes_offset = tl.multiple_of(tl.where(last, last_planes_offset, planes_offset), 128)
-    group = t // GROUP_TILES
-    room = tl.where(group == num_groups - 1, last_pool_bytes, pool_bytes)
-    lanes = tl.arange(0, L)
-    own_block = part * (L // 32) + tl.arange(0, L // 32)
-    block, lane = part * (L // 32) + lanes // 32, lanes % 32
-    tile_elems = tl.minimum(numel - t.to(tl.int64) * TILE_ELEMS, TILE_ELEMS).to(tl.int32)
-    present = tl.minimum(tl.maximum(tile_elems - block * 1024, 0), 1024)
-    full = tile_elems == TILE_ELEMS
-    nothing = tl.zeros((L,), tl.uint32)
-    for j in tl.static_range(4):
-        first = 256 * j + 8 * lane
-        s0 = tl.zeros((L,), tl.float32)
-        s1, s2, s3, s4, s5, s6, s7 = s0, s0, s0, s0, s0, s0, s0
-        r = 0
-        while r < num_rows:
+    if part * (L // 32) < num_blocks:
+        escapes_offset = tl.multiple_of(tl.where(last, last_escapes_offset, escapes_offset), 4)
+        capacity = tl.where(last, last_capacity, capacity)
+        room = tl.where(t // GROUP_TILES == (num_tiles - 1) // GROUP_TILES, last_pool_bytes, pool_bytes)
+        sections = (tl.multiple_of(tl.where(last, last_codes_offset, codes_offset), 128),
+                    tl.multiple_of(tl.where(last, last_extra_offset, extra_offset), 128),
+                    tl.multiple_of(tl.where(last, last_planes_offset, planes_offset), 128))
+        lanes = tl.arange(0, L)
+        block, lane = part * (L // 32) + lanes // 32, lanes % 32
+        tile_elems = tl.minimum(numel - t.to(tl.int64) * TILE_ELEMS, TILE_ELEMS).to(tl.int32)
+        wide = (aligned != 0) & (tile_elems >= (part + 1) * (32 * L))
+        source = tl.multiple_of(own + t.to(tl.int64) * TILE_ELEMS, 16)
+        target = tl.multiple_of(out + t.to(tl.int64) * TILE_ELEMS, 16)
+        tile_0 = tl.multiple_of(frames + (tiles_offset + t.to(tl.int64) * tile_bytes), 16)
+        zero = tl.full((L,), -0.0, tl.float32)                   # -0 + x is x, for every x
+        zeros = (zero, zero, zero, zero, zero, zero, zero, zero)
+        sums = (zeros, zeros, zeros, zeros)
+        # A row's words are loaded while the row before it is decoded.
+        following = tl.where(own_index == 0, tl.minimum(1, num_rows - 1), 0)
+        loaded = load_stored(tile_0 + following.to(tl.int64) * frame_stride, sections, num_blocks, block, lane, L, DT)
+        for r in range(num_rows):
             if r == own_index:
-                source = own + t.to(tl.int64) * TILE_ELEMS
-                a0, a1, a2, a3, a4, a5, a6, a7 = load_elements(source, block, first, present, nothing, full, WIDE, DT)
+                sums = add_raw(sums, source, block, lane, tile_elems, wide, r, L, DT)
             else:
-                frame = frames + tl.cast(r, tl.int64) * frame_stride
-                tile = frame + tiles_offset + t.to(tl.int64) * tile_bytes
-                state, bad = block_state(frame, tile, num_blocks, capacity, codes_offset, extra_offset, room, own_block, block, lane, L, DT)
+                distance = tl.cast(r, tl.int64) * frame_stride
                 if tl.program_id(0) == 0:
-                    bad |= check_header(frame, h0, h1, h2, h3, h4)
-                if bad > 0:
-                    tl.atomic_or(errors_at, bad)
-                a0, a1, a2, a3, a4, a5, a6, a7 = decode_quarter(tile, frame + pools_offset + group.to(tl.int64) * pool_bytes, room, state,
-                                                                escapes_offset, capacity, planes_offset, block, lane, num_blocks, j, L, DT)
-            start = r == 0
-            s0 = add(s0, a0, start, DT)
-            s1 = add(s1, a1, start, DT)
-            s2 = add(s2, a2, start, DT)
-            s3 = add(s3, a3, start, DT)
-            s4 = add(s4, a4, start, DT)
-            s5 = add(s5, a5, start, DT)
-            s6 = add(s6, a6, start, DT)
-            s7 = add(s7, a7, start, DT)
-            r += 1
-        store_quarter(out + t.to(tl.int64) * TILE_ELEMS, block, first, present, full, rounded(s0, DT), rounded(s1, DT), rounded(s2, DT),
-                      rounded(s3, DT), rounded(s4, DT), rounded(s5, DT), rounded(s6, DT), rounded(s7, DT), WIDE, DT)
-
-
-@triton.jit
-def add(total, bits, start, DT: tl.constexpr):
-    value = to_float(bits, DT)
-    return tl.where(start, value, total + value)
-
-
-@triton.jit
-def load_elements(row, block, first, present, filler, full, WIDE: tl.constexpr, DT: tl.constexpr):
-    """load_quarter with every element by itself."""
-    l0, h0, l1, h1, l2, h2, l3, h3 = blk.load_quarter(row, block, first, present, filler, full, WIDE, DT)
-    if DT != 3:
-        h0, h1, h2, h3 = l0 >> 16, l1 >> 16, l2 >> 16, l3 >> 16
-        l0, l1, l2, l3 = l0 & 0xFFFF, l1 & 0xFFFF, l2 & 0xFFFF, l3 & 0xFFFF
-    return l0, h0, l1, h1, l2, h2, l3, h3
+                    check_header(frames + distance, h0, h1, h2, h3, h4, errors_at, DT)
+                tile = tl.multiple_of(tile_0 + distance, 16)
+                pool = frames + distance + (pools_offset + (t // GROUP_TILES).to(tl.int64) * pool_bytes)
+                places = (tl.multiple_of(tile + escapes_offset, 4), capacity, pool, room, spill_offset_of(tile, room))
+                now = loaded
+                following = tl.minimum(tl.where(r + 1 == own_index, r + 2, r + 1), num_rows - 1)
+                loaded = load_stored(tl.multiple_of(tile_0 + following.to(tl.int64) * frame_stride, 16), sections, num_blocks, block, lane,
+                                     L, DT)
+                state, unusual = block_state(tile, places, now[0], num_blocks, block, lane, errors_at, L, DT)
+                sums = decode_and_add(sums, now, state, places, unusual, DT)
+        for j in tl.static_range(4):
+            blk.store_quarter(target, block, lane, tile_elems, wide, rounded_quarter(sums[j], DT), j, L, DT)

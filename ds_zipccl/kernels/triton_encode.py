@@ -1,215 +1,350 @@
-"""Encode in Triton: three launches. ``tiles``: one program a tile, all but spills. ``groups``: spill offsets, a prefix sum over the
-tile headers, and zeroed sub-pools. ``finish``: programs of spilling tiles store their spill; the first one writes headers and status.
+"""Encode in Triton: two launches. ``tiles``: one program a tile, all but spills. ``finish``: a program for each tile again, which stores
+the tile's spill, if it has one; some of them also write sub-pools' rest, headers and status.
+
+Nothing is decided by the order of execution: escapes are placed by sums of counts, inside a tile those in its block headers, between tiles
+those in ``counts`` [rows, tiles], int32.
 """
 import triton
 import triton.language as tl
 
 from ds_zipccl.kernels import triton_block as blk
-
-GROUP_TILES = tl.constexpr(256)
-TILE_ELEMS = tl.constexpr(32768)
-
-
-@triton.jit
-def u32_at(frame, offset):
-    return (frame + offset).to(tl.pointer_type(tl.uint32))
+from ds_zipccl.kernels.triton_block import GROUP_TILES, TILE_ELEMS, u32_at
+from ds_zipccl.kernels.triton_words import byte_perm_if, popcount
 
 
 @triton.jit
-def encode_chunk(tile, row, chunk, tile_elems, num_blocks, running, escapes_offset, capacity, pool, pool_room, codes_offset,
-                 extra_offset, planes_offset, given_lo, WIDE: tl.constexpr, SPILL: tl.constexpr, L: tl.constexpr, DT: tl.constexpr):
-    """Codes L // 32 blocks; returns the number of escapes so far. ``SPILL``: stores only escapes beyond ``capacity``, in ``pool``."""
+def push_escapes(q0, q1, mask, e, P: tl.constexpr, DT: tl.constexpr):
+    """Puts the exponents of pair P, where they are escapes, before those in the bytes of q0 (half 0) and q1; the last bytes are lost."""
+    y = blk.shift_left(e, 8 - blk.at(DT))                  # in bytes 1 and 3
+    return byte_perm_if(mask, P, q0, y, 0x2105), byte_perm_if(mask, P + 16, q1, y, 0x2107)
+
+
+@triton.jit
+def code_quarter(words, x, minus_lo, limit, zero_mode, J: tl.constexpr, ZEROS: tl.constexpr, DT: tl.constexpr):
+    l0, h0, l1, h1, l2, h2, l3, h3 = x
+    c0 = blk.code(blk.exponents(l0, h0, DT), minus_lo, limit, zero_mode, ZEROS, DT)
+    c1 = blk.code(blk.exponents(l1, h1, DT), minus_lo, limit, zero_mode, ZEROS, DT)
+    c2 = blk.code(blk.exponents(l2, h2, DT), minus_lo, limit, zero_mode, ZEROS, DT)
+    c3 = blk.code(blk.exponents(l3, h3, DT), minus_lo, limit, zero_mode, ZEROS, DT)
+    words = blk.put_code(words, c0, 4 * J, blk.at(DT))
+    words = blk.put_code(words, c1, 4 * J + 1, blk.at(DT))
+    words = blk.put_code(words, c2, 4 * J + 2, blk.at(DT))
+    return blk.put_code(words, c3, 4 * J + 3, blk.at(DT))
+
+
+@triton.jit
+def code_all(x, minus_lo, limit, zero_mode, ZEROS: tl.constexpr, L: tl.constexpr, DT: tl.constexpr):
+    """The three words of codes of each lane."""
+    nothing = tl.zeros((L,), tl.uint32)
+    words = code_quarter((nothing, nothing, nothing), x[0], minus_lo, limit, zero_mode, 0, ZEROS, DT)
+    words = code_quarter(words, x[1], minus_lo, limit, zero_mode, 1, ZEROS, DT)
+    words = code_quarter(words, x[2], minus_lo, limit, zero_mode, 2, ZEROS, DT)
+    return code_quarter(words, x[3], minus_lo, limit, zero_mode, 3, ZEROS, DT)
+
+
+@triton.jit
+def fill_quarter(x, block, lane, present, filler, J: tl.constexpr, DT: tl.constexpr):
+    """Gives absent elements the bits ``filler``."""
+    l0, h0, l1, h1, l2, h2, l3, h3 = x
+    index = block * 1024 + 256 * J + 8 * lane
+    if DT == 3:
+        l0, h0 = tl.where(index < present, l0, filler), tl.where(index + 1 < present, h0, filler)
+        l1, h1 = tl.where(index + 2 < present, l1, filler), tl.where(index + 3 < present, h1, filler)
+        l2, h2 = tl.where(index + 4 < present, l2, filler), tl.where(index + 5 < present, h2, filler)
+        l3, h3 = tl.where(index + 6 < present, l3, filler), tl.where(index + 7 < present, h3, filler)
+    else:
+        upper = filler << 16
+        l0 |= tl.where(index < present, 0, filler) | tl.where(index + 1 < present, 0, upper)
+        l1 |= tl.where(index + 2 < present, 0, filler) | tl.where(index + 3 < present, 0, upper)
+        l2 |= tl.where(index + 4 < present, 0, filler) | tl.where(index + 5 < present, 0, upper)
+        l3 |= tl.where(index + 6 < present, 0, filler) | tl.where(index + 7 < present, 0, upper)
+        h0, h1, h2, h3 = l0, l1, l2, l3
+    return l0, h0, l1, h1, l2, h2, l3, h3
+
+
+@triton.jit
+def store_remainders(planes, block, lane, num_blocks, x, J: tl.constexpr, L: tl.constexpr, DT: tl.constexpr):
+    l0, h0, l1, h1, l2, h2, l3, h3 = x
+    count: tl.constexpr = 3 if DT == 3 else 1
+    two = tl.arange(0, 2)[None, :]
+    places = planes + ((block * (128 * count) + lane) * 2)[:, None] + two
+    exist = block[:, None] + 0 * two < num_blocks
+    for plane in tl.static_range(count):
+        pair = tl.join(blk.remainder_words(l0, h0, l1, h1, plane, DT), blk.remainder_words(l2, h2, l3, h3, plane, DT))
+        tl.store(places + (256 * plane + 64 * J), pair, mask=exist)
+
+
+@triton.jit
+def put_tops(words, x, J: tl.constexpr):
+    """FP16: the quarter's remainder bits 8 to 10."""
+    words = blk.put_code(words, blk.remainder_top(x[0]), 4 * J, 0)
+    words = blk.put_code(words, blk.remainder_top(x[2]), 4 * J + 1, 0)
+    words = blk.put_code(words, blk.remainder_top(x[4]), 4 * J + 2, 0)
+    return blk.put_code(words, blk.remainder_top(x[6]), 4 * J + 3, 0)
+
+
+@triton.jit
+def push_quarter(q0, q1, mask, x, J: tl.constexpr, DT: tl.constexpr):
+    l0, h0, l1, h1, l2, h2, l3, h3 = x
+    q0, q1 = push_escapes(q0, q1, mask, blk.exponents(l3, h3, DT), 4 * J + 3, DT)
+    q0, q1 = push_escapes(q0, q1, mask, blk.exponents(l2, h2, DT), 4 * J + 2, DT)
+    q0, q1 = push_escapes(q0, q1, mask, blk.exponents(l1, h1, DT), 4 * J + 1, DT)
+    return push_escapes(q0, q1, mask, blk.exponents(l0, h0, DT), 4 * J, DT)
+
+
+@triton.jit
+def quarter_statistics(totals, x, DT: tl.constexpr):
+    l0, h0, l1, h1, l2, h2, l3, h3 = x
+    return blk.add_statistics(blk.add_statistics(totals, l0, h0, l1, h1, DT), l2, h2, l3, h3, DT)
+
+
+@triton.jit
+def load_chunk(row, chunk, tile_elems, aligned, L: tl.constexpr, DT: tl.constexpr):
+    """Raw data of L // 32 blocks: four quarters of load_quarter's words."""
+    lanes = tl.arange(0, L)
+    block, lane = chunk * (L // 32) + lanes // 32, lanes % 32
+    wide = aligned & (tile_elems >= (chunk + 1) * (32 * L))
+    a = blk.load_quarter(row, block, lane, tile_elems, wide, 0, L, DT)
+    b = blk.load_quarter(row, block, lane, tile_elems, wide, 1, L, DT)
+    c = blk.load_quarter(row, block, lane, tile_elems, wide, 2, L, DT)
+    d = blk.load_quarter(row, block, lane, tile_elems, wide, 3, L, DT)
+    return a, b, c, d
+
+
+@triton.jit
+def encode_chunk(tile, x, chunk, tile_elems, num_blocks, codes_offset, extra_offset, planes_offset, given_lo, L: tl.constexpr,
+                 DT: tl.constexpr):
+    """Codes L // 32 blocks, but for their escapes. Returns of each lane: its escapes' first four exponents of each half, one a byte (two
+    words), and the numbers of its escapes of both halves and of those before it in its block."""
+    a, b, c, d = x
     blocks: tl.constexpr = L // 32
-    planes: tl.constexpr = 3 if DT == 3 else 1
-    mant: tl.constexpr = 7 if DT == 1 else 10 if DT == 2 else 23
     lanes = tl.arange(0, L)
     own_block = chunk * blocks + tl.arange(0, blocks)
     block, lane = chunk * blocks + lanes // 32, lanes % 32
-    full = tile_elems == TILE_ELEMS
-    block_present = tl.minimum(tl.maximum(tile_elems - own_block * 1024, 0), 1024)
-    present = tl.minimum(tl.maximum(tile_elems - block * 1024, 0), 1024)
     nothing = tl.zeros((L,), tl.uint32)
-
-    total, squares = nothing, nothing
-    for j in tl.static_range(4):
-        l0, h0, l1, h1, l2, h2, l3, h3 = blk.load_quarter(row, block, 256 * j + 8 * lane, present, nothing, full, WIDE, DT)
-        total, squares = blk.add_statistics(total, squares, l0, h0, DT)
-        total, squares = blk.add_statistics(total, squares, l1, h1, DT)
-        total, squares = blk.add_statistics(total, squares, l2, h2, DT)
-        total, squares = blk.add_statistics(total, squares, l3, h3, DT)
-    block_total = tl.sum(tl.reshape(total.to(tl.int32, bitcast=True), (blocks, 32)), 1)
-    block_squares = tl.sum(tl.reshape(squares.to(tl.int32, bitcast=True), (blocks, 32)), 1)
-    block_lo, block_mode = blk.choose_window(block_total.to(tl.uint32, bitcast=True), block_squares, block_present, given_lo, DT)
-    any_zero_mode = tl.max(block_mode, 0) > 0
-    lo = blk.of_lanes(block_lo, L).to(tl.uint32)
-    zero_mode = (0 - blk.of_lanes(block_mode, L)).to(tl.uint32, bitcast=True)
-    lo2, filler = lo | lo << 16, (lo + 1) << mant
-
-    w0, w1, w2 = nothing, nothing, nothing
-    for j in tl.static_range(4):
-        l0, h0, l1, h1, l2, h2, l3, h3 = blk.load_quarter(row, block, 256 * j + 8 * lane, present, filler, full, WIDE, DT)
-        w0, w1, w2 = blk.put_code(w0, w1, w2, blk.code(l0, h0, lo2, zero_mode, any_zero_mode, DT), 4 * j)
-        w0, w1, w2 = blk.put_code(w0, w1, w2, blk.code(l1, h1, lo2, zero_mode, any_zero_mode, DT), 4 * j + 1)
-        w0, w1, w2 = blk.put_code(w0, w1, w2, blk.code(l2, h2, lo2, zero_mode, any_zero_mode, DT), 4 * j + 2)
-        w0, w1, w2 = blk.put_code(w0, w1, w2, blk.code(l3, h3, lo2, zero_mode, any_zero_mode, DT), 4 * j + 3)
-    mask = blk.escape_mask(w0, w1, w2)
-    before, block_count = blk.count_before(mask, L)
-    block_before = tl.cumsum(block_count, 0) - block_count
     exists = block < num_blocks
-    if not SPILL:
-        codes = u32_at(tile, codes_offset) + block * 96 + lane
-        tl.store(codes, w0, mask=exists)
-        tl.store(codes + 32, w1, mask=exists)
-        tl.store(codes + 64, w2, mask=exists)
-        tl.store(u32_at(tile, 16) + own_block, (block_lo | block_mode << 8 | block_count << 16).to(tl.uint32), mask=own_block < num_blocks)
 
-    at0 = running + blk.of_lanes(block_before, L) + before             # where the next escape of half 0, of half 1 goes
-    at1 = at0 + blk.popcount(mask & 0xFFFF)
-    t0, t1, t2 = nothing, nothing, nothing
-    slots = tile + escapes_offset
-    for j in tl.static_range(4):
-        l0, h0, l1, h1, l2, h2, l3, h3 = blk.load_quarter(row, block, 256 * j + 8 * lane, present, filler, full, WIDE, DT)
-        if not SPILL:
-            for plane in tl.static_range(planes):
-                first = blk.remainder_bytes(l0, h0, plane, DT) | blk.remainder_bytes(l1, h1, plane, DT) << 16
-                second = blk.remainder_bytes(l2, h2, plane, DT) | blk.remainder_bytes(l3, h3, plane, DT) << 16
-                at = (block * (256 * planes) + 256 * plane + 64 * j + 2 * lane)[:, None] + tl.arange(0, 2)[None, :]
-                tl.store(u32_at(tile, planes_offset) + at, tl.join(first, second), mask=tl.broadcast_to(exists[:, None], (L, 2)))
-            if DT == 2:
-                t0, t1, t2 = blk.put_code(t0, t1, t2, blk.remainder_top(l0), 4 * j)
-                t0, t1, t2 = blk.put_code(t0, t1, t2, blk.remainder_top(l1), 4 * j + 1)
-                t0, t1, t2 = blk.put_code(t0, t1, t2, blk.remainder_top(l2), 4 * j + 2)
-                t0, t1, t2 = blk.put_code(t0, t1, t2, blk.remainder_top(l3), 4 * j + 3)
-        at0, at1 = store_escapes(slots, capacity, pool, pool_room, mask, blk.exponents(l0, h0, DT), at0, at1, SPILL, 4 * j)
-        at0, at1 = store_escapes(slots, capacity, pool, pool_room, mask, blk.exponents(l1, h1, DT), at0, at1, SPILL, 4 * j + 1)
-        at0, at1 = store_escapes(slots, capacity, pool, pool_room, mask, blk.exponents(l2, h2, DT), at0, at1, SPILL, 4 * j + 2)
-        at0, at1 = store_escapes(slots, capacity, pool, pool_room, mask, blk.exponents(l3, h3, DT), at0, at1, SPILL, 4 * j + 3)
-    if DT == 2 and not SPILL:
-        tops = u32_at(tile, extra_offset) + block * 96 + lane
-        tl.store(tops, t0, mask=exists)
-        tl.store(tops + 32, t1, mask=exists)
-        tl.store(tops + 64, t2, mask=exists)
-    return running + tl.sum(block_count, 0)
+    totals = quarter_statistics((nothing, nothing, nothing), a, DT)
+    totals = quarter_statistics(totals, b, DT)
+    totals = quarter_statistics(totals, c, DT)
+    totals = quarter_statistics(totals, d, DT)
+    block_present = tl.minimum(tl.maximum(tile_elems - own_block * 1024, 0), 1024)
+    block_lo, block_mode = blk.choose_window(totals, block_present, given_lo, L, DT)
+    any_zero_mode = tl.max(block_mode, 0) > 0
+    lo, mode = blk.of_lanes(block_lo, L).to(tl.uint32), blk.of_lanes(block_mode, L).to(tl.uint32)
+    if tile_elems < (chunk + 1) * (32 * L):
+        filler = (lo + 1) << (23 if DT == 3 else blk.at(DT))
+        a = fill_quarter(a, block, lane, tile_elems, filler, 0, DT)
+        b = fill_quarter(b, block, lane, tile_elems, filler, 1, DT)
+        c = fill_quarter(c, block, lane, tile_elems, filler, 2, DT)
+        d = fill_quarter(d, block, lane, tile_elems, filler, 3, DT)
+    x = (a, b, c, d)
+
+    minus_lo = ((0 - (lo << blk.at(DT))) & 0xFFFF) * 0x10001
+    limit = (8 - mode) * ((1 << blk.at(DT)) * 0x10001)
+    zero_mode = 0 - mode
+    if any_zero_mode:
+        words = code_all(x, minus_lo, limit, zero_mode, True, L, DT)
+    else:
+        words = code_all(x, minus_lo, limit, zero_mode, False, L, DT)
+    blk.store_words(u32_at(tile, codes_offset), block, lane, exists, words)
+    mask = blk.escape_mask(words)
+    before, block_count = blk.count_before(mask, L)
+    head = lo | mode << 8 | blk.of_lanes(block_count, L).to(tl.uint32) << 16
+    tl.store(u32_at(tile, 16) + block, head, mask=exists & (lane == 0))
+
+    planes = u32_at(tile, planes_offset)
+    store_remainders(planes, block, lane, num_blocks, a, 0, L, DT)
+    store_remainders(planes, block, lane, num_blocks, b, 1, L, DT)
+    store_remainders(planes, block, lane, num_blocks, c, 2, L, DT)
+    store_remainders(planes, block, lane, num_blocks, d, 3, L, DT)
+    if DT == 2:
+        tops = put_tops(put_tops(put_tops(put_tops((nothing, nothing, nothing), a, 0), b, 1), c, 2), d, 3)
+        blk.store_words(u32_at(tile, extra_offset), block, lane, exists, tops)
+    q0, q1 = push_quarter(nothing, nothing, mask, d, 3, DT)
+    q0, q1 = push_quarter(q0, q1, mask, c, 2, DT)
+    q0, q1 = push_quarter(q0, q1, mask, b, 1, DT)
+    q0, q1 = push_quarter(q0, q1, mask, a, 0, DT)
+    n0 = popcount(mask & 0xFFFF)
+    n1 = popcount(mask >> 16)
+    return q0, q1, before | n0 << 16 | n1 << 24
 
 
 @triton.jit
-def store_escapes(slots, capacity, pool, pool_room, mask, e, at0, at1, SPILL: tl.constexpr, P: tl.constexpr):
-    """Stores the exponents of pair P where they are escapes; returns the next places."""
-    is0, is1 = ((mask >> P) & 1) != 0, ((mask >> (P + 16)) & 1) != 0
-    e0, e1 = (e & 0xFF).to(tl.uint8), (e >> 16).to(tl.uint8)
-    if SPILL:
-        tl.store(pool + (at0 - capacity), e0, mask=is0 & (at0 >= capacity) & (at0 - capacity < pool_room))
-        tl.store(pool + (at1 - capacity), e1, mask=is1 & (at1 >= capacity) & (at1 - capacity < pool_room))
-    else:
-        tl.store(slots + at0, e0, mask=is0 & (at0 < capacity))
-        tl.store(slots + at1, e1, mask=is1 & (at1 < capacity))
-    return at0 + is0.to(tl.int32), at1 + is1.to(tl.int32)
+def earlier_escapes(heads, lane, own, L: tl.constexpr):
+    """Escapes of a tile's blocks before block ``own`` [L]. ``heads`` [L]: block header number ``lane``, 0 if there is none."""
+    return blk.of_lanes(blk.sum_of_blocks(tl.where(lane < own, heads >> 16, 0), L), L)
+
+
+@triton.jit
+def store_bytes(slots, place, capacity, q, n):
+    """Stores the first n (4 at most) bytes of q of each lane from ``place`` on, up to ``capacity``."""
+    to = slots + place
+    n = tl.minimum(n, capacity - place)
+    tl.store(to, q.to(tl.uint8), mask=n > 0)
+    tl.store(to + 1, (q >> 8).to(tl.uint8), mask=n > 1)
+    tl.store(to + 2, (q >> 16).to(tl.uint8), mask=n > 2)
+    tl.store(to + 3, (q >> 24).to(tl.uint8), mask=n > 3)
+
+
+@triton.jit
+def store_escapes_of_codes(row, tile, heads, codes_offset, first, end, to, from_place, to_place, L: tl.constexpr, DT: tl.constexpr):
+    """Escapes number from_place to to_place - 1 of a tile from its codes and raw data, to ``to`` and on, by one group of L // 32 blocks
+    after the other from block ``first`` on. For the few that lanes with many of them have, and for spills."""
+    lanes = tl.arange(0, L)
+    lane = lanes % 32
+    for block_0 in range(first, end, L // 32):
+        block = block_0 + lanes // 32
+        mask = blk.escape_mask(blk.load_words(u32_at(tile, codes_offset), block, lane, block < end))
+        mask = tl.where(block < end, mask, 0)
+        before, _ = blk.count_before(mask, L)
+        place = earlier_escapes(heads, lane, block, L) + before - from_place
+        source = row + block * 1024 + 8 * lane
+        while tl.max((mask != 0).to(tl.int32), 0) > 0:
+            bit = popcount((mask & (0 - mask)) - 1)
+            wanted = (mask != 0) & (place >= 0) & (place < to_place - from_place)
+            bits = blk.bits32(tl.load(source + (((bit & 12) << 6) | ((bit & 3) << 1) | (bit >> 4)), mask=wanted, other=0).to(tl.int32))
+            e = (bits >> (23 if DT == 3 else blk.at(DT))) & blk.exponent_mask(DT)
+            tl.store(to + place, e.to(tl.uint8), mask=wanted)
+            mask = mask & (mask - 1)
+            place += 1
 
 
 @blk.kernel
-def tiles(x, frames, row_stride, frame_stride, skip, numel, num_tiles, given_lo, tiles_offset, tile_bytes, last_blocks,
-          escapes_offset, capacity, codes_offset, extra_offset, planes_offset, last_escapes_offset, last_capacity, last_codes_offset,
-          last_extra_offset, last_planes_offset, WIDE: tl.constexpr, L: tl.constexpr, DT: tl.constexpr):
-    """Grid (tiles, rows without the skipped one)."""
-    t, row = tl.program_id(0), tl.program_id(1)
-    row += ((skip >= 0) & (row >= skip)).to(tl.int32)
+def tiles(x, frames, counts, row_stride: tl.int64, frame_stride: tl.int64, skip: tl.int32, numel: tl.int64, num_tiles: tl.int32,
+          given_lo: tl.int32, tiles_offset: tl.int32, tile_bytes: tl.int32, last_blocks: tl.int32, escapes_offset: tl.int32,
+          capacity: tl.int32, codes_offset: tl.int32, extra_offset: tl.int32, planes_offset: tl.int32, last_escapes_offset: tl.int32,
+          last_capacity: tl.int32, last_codes_offset: tl.int32, last_extra_offset: tl.int32, last_planes_offset: tl.int32,
+          aligned: tl.int32, L: tl.constexpr, DT: tl.constexpr):
+    """Grid (tiles, rows without the skipped one). aligned: rows of x start on 16-byte addresses."""
+    t, index = tl.program_id(0), tl.program_id(1)
+    row = index + ((skip >= 0) & (index >= skip)).to(tl.int32)
     last = t == num_tiles - 1
     num_blocks = tl.where(last, last_blocks, 32)
     tile_elems = tl.minimum(numel - t.to(tl.int64) * TILE_ELEMS, TILE_ELEMS).to(tl.int32)
-    tile = tl.multiple_of(frames + row.to(tl.int64) * frame_stride + tiles_offset + t.to(tl.int64) * tile_bytes, 16)
-    source = x + row.to(tl.int64) * row_stride + t.to(tl.int64) * TILE_ELEMS
-    if WIDE:
-        source = tl.multiple_of(source, 16)
+    tile = tl.multiple_of(frames + (row.to(tl.int64) * frame_stride + tiles_offset + t.to(tl.int64) * tile_bytes), 16)
+    source = x + (row.to(tl.int64) * row_stride + t.to(tl.int64) * TILE_ELEMS)
     escapes_offset = tl.where(last, last_escapes_offset, escapes_offset)
     capacity = tl.where(last, last_capacity, capacity)
-    codes_offset = tl.where(last, last_codes_offset, codes_offset)
-    extra_offset = tl.where(last, last_extra_offset, extra_offset)
+    codes_offset = tl.multiple_of(tl.where(last, last_codes_offset, codes_offset), 128)
+    extra_offset = tl.multiple_of(tl.where(last, last_extra_offset, extra_offset), 128)
     planes_offset = tl.multiple_of(tl.where(last, last_planes_offset, planes_offset), 128)
-    running = 0
-    for chunk in range(0, 1024 // L):
-        running = encode_chunk(tile, source, chunk, tile_elems, num_blocks, running, escapes_offset, capacity, tile, 0, codes_offset,
-                               extra_offset, planes_offset, given_lo, WIDE, False, L, DT)
+    chunks: tl.constexpr = 1024 // L
+    lanes = tl.arange(0, L)
+    lane = lanes % 32
+
+    wide_source = tl.multiple_of(source, 16)
+    kept = ()
+    for chunk in tl.static_range(chunks):
+        raw = load_chunk(wide_source, chunk, tile_elems, aligned != 0, L, DT)
+        kept = kept + (encode_chunk(tile, raw, chunk, tile_elems, num_blocks, codes_offset, extra_offset, planes_offset, given_lo, L, DT),)
+
+    tl.debug_barrier()                       # block headers, and codes, are read again
+    heads = tl.load(u32_at(tile, 16) + lane, mask=lane < num_blocks, other=0)
+    i = tl.arange(0, 32)
+    total = tl.sum((tl.load(u32_at(tile, 16) + i, mask=i < num_blocks, other=0) >> 16).to(tl.int32), 0)
+    slots = tile + escapes_offset
+    many = lanes * 0
+    for chunk in tl.static_range(chunks):
+        q0, q1, numbers = kept[chunk]
+        n0, n1 = (numbers >> 16) & 0xFF, numbers >> 24
+        place = earlier_escapes(heads, lane, chunk * (L // 32) + lanes // 32, L) + (numbers & 0xFFFF)
+        store_bytes(slots, place, capacity, q0, n0)
+        store_bytes(slots, place + n0, capacity, q1, n1)
+        many = tl.maximum(many, tl.maximum(n0, n1))
+    if tl.max(many, 0) > 4:
+        store_escapes_of_codes(source, tile, heads, codes_offset, 0, num_blocks, slots, 0, capacity, L, DT)
     i = tl.arange(0, 4)
-    tl.store(u32_at(tile, 0) + i, tl.where(i == 0, running, 0).to(tl.uint32))
-    span = tl.arange(0, 1024)
-    at = running + span
-    while tl.min(at, 0) < capacity:
-        tl.store(tile + escapes_offset + at, tl.zeros((1024,), tl.uint8), mask=at < capacity)
-        at += 1024
-
-
-@blk.kernel
-def groups(frames, outcomes, frame_stride, skip, num_tiles, num_groups, tiles_offset, tile_bytes, last_blocks, capacity, last_capacity,
-           pools_offset, pool_bytes, last_pool_bytes, GROUP: tl.constexpr):
-    """Grid (groups, rows). ``outcomes`` [rows, groups]: status words."""
-    group, index = tl.program_id(0), tl.program_id(1)
-    row = index + ((skip >= 0) & (index >= skip)).to(tl.int32)
-    frame = frames + row.to(tl.int64) * frame_stride
-    t = group * GROUP + tl.arange(0, GROUP)
-    exists, last = t < num_tiles, t == num_tiles - 1
-    head = frame + tiles_offset + t.to(tl.int64) * tile_bytes
-    num = tl.load(u32_at(head, 0), mask=exists, other=0).to(tl.int32)
-    nb = tl.where(last, last_blocks, 32)
-    spill = tl.maximum(num - tl.where(last, last_capacity, capacity), 0)
-    spill = tl.where(exists, spill, 0)
-    offset = tl.cumsum(spill, 0) - spill
-    tl.store(u32_at(head, 4), offset.to(tl.uint32), mask=spill > 0)
-    size = tl.where(group == num_groups - 1, last_pool_bytes, pool_bytes)
-    overflow = (tl.sum(spill, 0) > size).to(tl.int32)
-    unit = 4 * tl.minimum(GROUP, num_tiles - group * GROUP)
-    spill_need = (tl.sum(spill, 0) + unit - 1) // unit
-    tl.store(outcomes + index * num_groups + group, tl.max((num + nb - 1) // nb, 0) | overflow << 16 | spill_need << 17)
-    pool = frame + pools_offset + group.to(tl.int64) * pool_bytes
-    span = tl.arange(0, 1024)
-    start = 0
-    while start < size // 4:
-        tl.store(u32_at(pool, 0) + start + span, tl.zeros((1024,), tl.uint32), mask=start + span < size // 4)
-        start += 1024
+    tl.store(u32_at(tile, 0) + i, tl.where(i == 0, total, 0).to(tl.uint32))
+    tl.store(counts + index.to(tl.int64) * num_tiles + t, total)
+    place = total + lanes
+    while total < capacity:
+        tl.store(slots + place, tl.zeros((L,), tl.uint8), mask=place < capacity)
+        place += L
+        total += L
 
 
 @triton.jit
-def worst_outcome(outcomes, count):
-    """The status word of ``count`` frames together: the largest of each field."""
-    span = tl.arange(0, 64)
-    need, overflow, spill = span * 0, span * 0, span * 0
-    start = 0
-    while start < count:
-        words = tl.load(outcomes + start + span, mask=start + span < count, other=0)
-        need, overflow, spill = tl.maximum(need, words & 0xFFFF), tl.maximum(overflow, words & 65536), tl.maximum(spill, words >> 17)
-        start += 64
-    return tl.max(need, 0) | tl.max(overflow, 0) | tl.max(spill, 0) << 17
+def spills_of(counts, t, num_tiles, capacity, last_capacity):
+    """Escapes of tiles ``t`` of a row, and those of them that their slots do not hold."""
+    num = tl.load(counts + t, mask=t < num_tiles, other=0)
+    return num, tl.maximum(num - tl.where(t == num_tiles - 1, last_capacity, capacity), 0)
+
+
+@triton.jit
+def worst_need(counts, status, num_tiles, last_blocks, capacity, last_capacity, pool_bytes, last_pool_bytes):
+    """The fields of the status word of one row, and those in ``status``: the largest of each."""
+    need, overflow, spill_need = status
+    num_groups = (num_tiles + GROUP_TILES - 1) // GROUP_TILES
+    groups = tl.arange(0, 4)
+    while tl.min(groups, 0) < num_groups:
+        t = groups[:, None] * GROUP_TILES + tl.arange(0, GROUP_TILES)[None, :]
+        num, spill = spills_of(counts, t, num_tiles, capacity, last_capacity)
+        per_block = tl.where(t == num_tiles - 1, (num + last_blocks - 1) // last_blocks, (num + 31) >> 5)
+        need = tl.maximum(need, tl.max(tl.max(per_block, 1), 0))
+        spill = tl.sum(spill, 1)
+        size = tl.where(groups == num_groups - 1, last_pool_bytes, pool_bytes)
+        overflow = tl.maximum(overflow, tl.max((spill > size).to(tl.int32), 0))
+        unit = 4 * tl.maximum(tl.minimum(num_tiles - groups * GROUP_TILES, GROUP_TILES), 1)
+        spill_need = tl.maximum(spill_need, tl.max((spill + unit - 1) // unit, 0))
+        groups += 4
+    return need, overflow, spill_need
 
 
 @blk.kernel
-def finish(x, frames, status, outcomes, row_stride, frame_stride, skip, num_rows, numel, num_tiles, num_groups, given_lo, tiles_offset,
-           tile_bytes, last_blocks, capacity, last_capacity, pools_offset, pool_bytes, last_pool_bytes, h0, h1, h2, h3, h4,
-           WIDE: tl.constexpr, L: tl.constexpr, DT: tl.constexpr):
+def finish(x, frames, counts, status, row_stride: tl.int64, frame_stride: tl.int64, skip: tl.int32, numel: tl.int64, num_tiles: tl.int32,
+           num_rows: tl.int32, tiles_offset: tl.int32, tile_bytes: tl.int32, last_blocks: tl.int32, capacity: tl.int32,
+           codes_offset: tl.int32, last_capacity: tl.int32, last_codes_offset: tl.int32, pools_offset: tl.int64, pool_bytes: tl.int32,
+           last_pool_bytes: tl.int32, h0: tl.int32, h1: tl.int32, h2: tl.int32, h3: tl.int32, h4: tl.int32, L: tl.constexpr,
+           DT: tl.constexpr):
     """Grid (tiles or 1, rows without the skipped one). h0..h4: the header's first five words, the rest is 0 but for the status."""
     t, index = tl.program_id(0), tl.program_id(1)
     row = index + ((skip >= 0) & (index >= skip)).to(tl.int32)
     frame = frames + row.to(tl.int64) * frame_stride
+    counts_of_row = counts + index.to(tl.int64) * num_tiles
     if t == 0:
-        word_5 = worst_outcome(outcomes + index * num_groups, num_groups)
+        fields = worst_need(counts_of_row, (0, 0, 0), num_tiles, last_blocks, capacity, last_capacity, pool_bytes, last_pool_bytes)
         i = tl.arange(0, 32)
         word = tl.where(i == 0, h0, tl.where(i == 1, h1, tl.where(i == 2, h2, tl.where(i == 3, h3, tl.where(i == 4, h4, 0)))))
-        tl.store(u32_at(frame, 0) + i, tl.where(i == 5, word_5, word).to(tl.uint32))
+        tl.store(u32_at(frame, 0) + i, tl.where(i == 5, fields[0] | fields[1] << 16 | fields[2] << 17, word).to(tl.uint32))
         if index == 0:
-            tl.store(status, worst_outcome(outcomes, num_groups * num_rows))
+            need, overflow, spill_need = fields
+            other = 1
+            while other < num_rows:
+                need, overflow, spill_need = worst_need(counts + other.to(tl.int64) * num_tiles, (need, overflow, spill_need), num_tiles,
+                                                        last_blocks, capacity, last_capacity, pool_bytes, last_pool_bytes)
+                other += 1
+            tl.store(status, need | overflow << 16 | spill_need << 17)
     if t < num_tiles:
-        tile = frame + tiles_offset + t.to(tl.int64) * tile_bytes
-        last = t == num_tiles - 1
-        room = tl.where(last, last_capacity, capacity)
-        spill = tl.load(u32_at(tile, 0)).to(tl.int32) - room
-        if spill > 0:
-            offset = tl.load(u32_at(tile, 4)).to(tl.int32)
-            group = t // GROUP_TILES
-            size = tl.where(group == num_groups - 1, last_pool_bytes, pool_bytes)
-            if offset + spill <= size:
-                pool = frame + pools_offset + group.to(tl.int64) * pool_bytes + offset
-                num_blocks = tl.where(last, last_blocks, 32)
-                tile_elems = tl.minimum(numel - t.to(tl.int64) * TILE_ELEMS, TILE_ELEMS).to(tl.int32)
-                source = x + row.to(tl.int64) * row_stride + t.to(tl.int64) * TILE_ELEMS
-                running = 0
-                for chunk in range(0, 1024 // L):
-                    running = encode_chunk(tile, source, chunk, tile_elems, num_blocks, running, 0, room, pool, spill, 0, 0, 0,
-                                           given_lo, WIDE, True, L, DT)
+        group_first = t // GROUP_TILES * GROUP_TILES
+        own = tl.load(counts_of_row + t) - tl.where(t == num_tiles - 1, last_capacity, capacity)
+        if (own > 0) | (t == group_first):
+            size = tl.where(group_first + GROUP_TILES >= num_tiles, last_pool_bytes, pool_bytes)
+            pool = frame + (pools_offset + (t // GROUP_TILES).to(tl.int64) * pool_bytes)
+            tiles_of_group = group_first + tl.arange(0, GROUP_TILES)
+            _, spills = spills_of(counts_of_row, tiles_of_group, num_tiles, capacity, last_capacity)
+            if t == group_first:
+                ends = tl.cumsum(spills, 0)
+                at = tl.max(tl.where((ends <= size) & (spills > 0), ends, 0), 0)             # end of the last spill that fits
+                span = tl.arange(0, 1024)
+                while at < size:
+                    tl.store(pool + at + span, tl.zeros((1024,), tl.uint8), mask=at + span < size)
+                    at += 1024
+            if own > 0:
+                offset = tl.sum(tl.where(tiles_of_group < t, spills, 0), 0)
+                tile = frame + (tiles_offset + t.to(tl.int64) * tile_bytes)
+                tl.store(u32_at(tile, 4), offset.to(tl.uint32))
+                if offset + own <= size:
+                    last = t == num_tiles - 1
+                    num_blocks = tl.where(last, last_blocks, 32)
+                    room = tl.where(last, last_capacity, capacity)
+                    lanes = tl.arange(0, L)
+                    lane = lanes % 32
+                    heads = tl.load(u32_at(tile, 16) + lane, mask=lane < num_blocks, other=0)
+                    # The spill starts in the last block before which the slots still had room.
+                    i = tl.arange(0, 32)
+                    in_block = (tl.load(u32_at(tile, 16) + i, mask=i < num_blocks, other=0) >> 16).to(tl.int32)
+                    first = tl.sum((tl.cumsum(in_block, 0) - in_block <= room).to(tl.int32), 0) - 1
+                    store_escapes_of_codes(x + (row.to(tl.int64) * row_stride + t.to(tl.int64) * TILE_ELEMS), tile, heads,
+                                           tl.where(last, last_codes_offset, codes_offset), first, num_blocks, pool + offset, room,
+                                           room + own, L, DT)

@@ -1,0 +1,45 @@
+"""Launches of Triton kernels that cost the host little: a kernel is compiled once a device, dtype and size of program, and then called with
+addresses and numbers. Triton's own way would look at every argument's type, value and alignment again at every call.
+"""
+import threading
+
+import torch
+from triton import knobs
+
+_VIEW = {2: torch.int16, 4: torch.int32}
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+class Launcher:
+    """One kernel function of triton_block.kernel. Its arguments are pointers, numbers, and the constants L and DT, in this order."""
+
+    def __init__(self, function, num_warps: int, max_registers: int | None = None):
+        self._function, self._num_warps = function, num_warps
+        self._options = {"num_warps": num_warps}
+        if max_registers:
+            self._options["maxnreg"] = max_registers
+        self._compiled: dict[tuple[int, int], object] = {}
+        self._lock = threading.Lock()
+
+    def programs(self, num_tiles: int) -> int:
+        """The number of programs of num_warps blocks for so many tiles, at least 1."""
+        return max(num_tiles * 32 // self._num_warps, 1)
+
+    def __call__(self, grid: tuple[int, int], index: int, dtype_code: int, tensors: tuple, numbers: tuple) -> None:
+        """``index``: the current device, -1: a CPU, where the interpreter runs. ``tensors``: floating-point ones are passed as bits."""
+        constants = (32 * self._num_warps, dtype_code)
+        if knobs.runtime.interpret:
+            pointers = (t.view(_VIEW[t.element_size()]) if t.is_floating_point() else t for t in tensors)
+            self._function[grid](*pointers, *numbers, *constants, num_warps=self._num_warps)
+            return
+        compiled = self._compiled.get((index, dtype_code))
+        if compiled is None:
+            with self._lock:
+                compiled = self._compile(index, dtype_code, tensors, numbers, constants)
+        compiled[grid[0], grid[1], 1](*[t.data_ptr() for t in tensors], *numbers, *constants, stream=_current_stream(index))
+
+    def _compile(self, index: int, dtype_code: int, tensors: tuple, numbers: tuple, constants: tuple):
+        dtypes = (_VIEW[t.element_size()] if t.is_floating_point() else t.dtype for t in tensors)
+        compiled = self._function.warmup(*dtypes, *numbers, *constants, grid=(1,), **self._options)
+        self._compiled[index, dtype_code] = compiled
+        return compiled

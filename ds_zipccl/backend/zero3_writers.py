@@ -62,9 +62,14 @@ def _step_ended(frames, _optimizer, *_args, **_kwargs) -> None:
 
 
 def _master_written(frames, optimizer, _value, param, optim_state_key=None) -> None:
-    """Where master weights are BF16 they are the shards themselves; else the shard follows in the next step."""
-    if optim_state_key is None and optimizer.master_weights_and_grads_dtype != torch.float32:
+    """Where master weights share memory with the shards (BF16 masters may); else the shard follows in the next step."""
+    group = optimizer.grad_position[optimizer.get_param_id(param)][0] if param.requires_grad and optim_state_key is None else None
+    if group is not None and _memory(optimizer.fp32_partitioned_groups_flat[group]) == _memory(param.ds_tensor):
         frames.changed_here([param])
+
+
+def _memory(tensor: torch.Tensor) -> tuple:
+    return tensor.device, tensor.untyped_storage().data_ptr()
 
 
 def _offloaded(frames, optimizer, *_args, **_kwargs) -> None:

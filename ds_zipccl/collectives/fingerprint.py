@@ -12,8 +12,10 @@ def fingerprint(data: torch.Tensor) -> torch.Tensor:
     and after the last whole row are kept as they are.
     """
     halves = data.detach().view(torch.int16)
-    lead = min(-halves.storage_offset() % 4, halves.numel())                    # words must start where 64-bit words of the storage do
-    end = lead + (halves.numel() - lead) // (4 * ROW_WORDS) * (4 * ROW_WORDS)
+    lead = -halves.storage_offset() % 4                         # words must start where 64-bit words of the storage do
+    end = lead + max(0, halves.numel() - lead) // (4 * ROW_WORDS) * (4 * ROW_WORDS)
+    if end == lead:
+        return halves.to(torch.int64)
     sums = halves[lead:end].view(torch.int64).view(-1, ROW_WORDS).sum(1)
     return torch.cat([sums, halves[:lead].to(torch.int64), halves[end:].to(torch.int64)])
 

@@ -41,6 +41,7 @@ class FrameCache:
         self.runtime, self.group, self.stats = runtime, group, stats
         self.slots: list[Slot] = []
         self.guard = True
+        self.compares_on_host = device.type == "cpu"
         self._device, self._boundary = device, boundary
         self._pending: tuple | None = None
         self._written = self._read = None           # GPU: events after the last encode, and after the last row was filled
@@ -209,7 +210,7 @@ class FrameCache:
             return True
         slot.checked = self._boundary()
         now = fingerprint(self._data(slot))
-        if self._device.type == "cpu":
+        if self.compares_on_host:
             return torch.equal(now, slot.print)
         if self._mismatch is None:
             self._mismatch = torch.zeros(len(self.slots), dtype=torch.bool, device=self._device)

@@ -8,6 +8,7 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import groups, safe_set_full_fp32_param, safe_set_local_fp32_param
 from torch import nn
@@ -181,21 +182,58 @@ def case_shards_that_do_not_fit(rank, world_size):
     assert run.cache["bypassed"]["incompressible"] > 0 and run.cache["repairs"] == 0, run.cache
 
 
-def case_bf16_master_weights(rank, world_size):
-    """Here ``safe_set_*`` writes the shards themselves, also on one rank alone: frames are made again there, unasked."""
+def case_bf16_master_weights_in_the_memory_of_the_shards(rank, world_size):
+    """There ``safe_set_*`` writes the shards themselves, also on one rank alone: frames are made again there, unasked."""
     extra = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 
     def between(step, engine):
         weight = engine.module.layers[0].weight
+        if step == 0:               # DeepSpeed's own condition for sharing compares a device with a string and is never true
+            zero = engine.optimizer
+            for master, shards in zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True):
+                master.data = shards
         if step == 2:
             safe_set_full_fp32_param(weight, torch.linspace(-0.1, 0.1, WIDTH * WIDTH).view(WIDTH, WIDTH))
             return sample_loss(engine)
-        if step == 3 and rank == 1:
-            safe_set_local_fp32_param(weight, torch.linspace(0, 0.05, weight.ds_tensor.numel()).to(torch.bfloat16))
-        return sample_loss(engine) if step == 3 else None
+        if step == 3:
+            if rank == 1:
+                safe_set_local_fp32_param(weight, torch.linspace(0, 0.05, weight.ds_tensor.numel()).to(torch.bfloat16))
+            return sample_loss(engine)
+        return None
 
     run = compare(between, world_size=world_size, extra=extra)
     assert run.cache["repairs"] == (2 if rank == 1 else 1), run.cache
+
+
+def case_optimizer_state_alone(rank, world_size):
+    """``optimizer.load_state_dict`` with nothing around it."""
+    kept = {}
+
+    def between(step, engine):
+        if step == 1:
+            kept.update(copy.deepcopy(engine.optimizer.state_dict()))
+        if step == 3:
+            engine.optimizer.load_state_dict([kept] * world_size)
+            engine.optimizer.checkpoint_event_epilogue()
+            return sample_loss(engine)
+        return None
+
+    run = compare(between, world_size=world_size)
+    assert run.cache["repairs"] == 0, run.cache
+
+
+def case_frozen_parameters_from_a_checkpoint(rank, world_size):
+    """DeepSpeed writes them shard by shard, past everything else."""
+
+    def between(step, engine):
+        if step == 3:
+            frozen = {name: p.ds_tensor * 2 for name, p in engine.module.named_parameters() if not p.requires_grad}
+            engine.load_module_state_dict({"module": {}, FROZEN_PARAM_FRAGMENTS: frozen}, strict=False)
+            return sample_loss(engine)
+        return None
+
+    run = compare(between, world_size=world_size, make=lambda: Checkpointed(False))
+    assert run.cache["encodes"] == 3 * (STEPS + 1) + 1 + 4 and run.cache["repairs"] == 0, run.cache       # all of them once more
 
 
 def case_own_writers_announce_themselves(rank, world_size):

@@ -69,6 +69,9 @@ class ScapeParams(GroupParams):
     save_residual: Literal["full", "mean", "flush"] = "full"
     """What a checkpoint keeps of the residuals: every rank's (resuming is bit-equal), their mean, or none after one dense step."""
 
+    log: str | None = None
+    """File that rank 0 appends one JSON line of statistics to per optimizer step. null: none."""
+
     check_masks_every: int = Field(0, ge=0)
     """All ranks compare a checksum of their masks every so many steps; 0: never."""
 

@@ -51,7 +51,8 @@ class Flow:
         self.flats, self.params, self.transport = flats, params, transport
         self.layout = Layout(tuple(flat.layout for flat in flats), transport.world_size)
         self.codec = masks.MaskCodec(self.layout, params.mask_encoding) if self.layout.has_masks else None
-        self.num_steps = 0
+        self.num_steps = self.last_dense_step = 0
+        self.is_watched, self.mask_overlap = False, None        # the share of the next mask that is in the present one too; if watched
         self._wire = _WIRE[params.values_dtype]
         self._all_dense = Positions(self.layout, None)
         self._positions, self._mask_message, self._arriving = self._all_dense, None, None
@@ -75,11 +76,12 @@ class Flow:
             return StepResult(False, bad, grad_norm, self.is_dense(step))
         self.num_steps = step
         positions = self._take_positions()
+        self.last_dense_step = step if positions.dense else self.last_dense_step
         factor = norms.clip_factor(square, max_norm) / loss_scale
         early_scores = self._enter(fresh, factor)
         self._synchronise(positions)
         if not self.is_dense(step + 1):
-            self._start_mask(early_scores)
+            self._start_mask(early_scores, positions)
         return StepResult(True, (), grad_norm, positions.dense)
 
     @torch.no_grad()
@@ -197,12 +199,16 @@ class Flow:
         return flat.own(whole, self.transport.rank).to(flat.weight.device)
 
     # --- 6: the next mask ---------------------------------------------------------------------------------------------------------------
-    def _start_mask(self, early_scores) -> None:
+    def _start_mask(self, early_scores, positions) -> None:
         rank, chosen = self.transport.rank, []
         for j, flat in enumerate(self.masked):
             scores = early_scores[j] if early_scores else scape_rule.score_residual(self._owned(flat, flat.residual), flat.square)
             overdue = self.num_steps - flat.last_sync >= flat.max_age
             chosen.append(masks.select(scores, overdue, flat.layout.segments[rank]))
+        if self.is_watched and not positions.dense:
+            present = [positions.of(rank, i) for i, flat in enumerate(self.flats) if not flat.layout.is_full]
+            both = sum(int(mask[index.to(mask.device)].sum()) for mask, index in zip(chosen, present, strict=True))
+            self.mask_overlap = both / max(1, sum(map(len, present)))
         self._send_mask(self.codec.encode(chosen, rank).to(self.flats[0].residual.device))
 
     def _send_mask(self, message: torch.Tensor) -> None:

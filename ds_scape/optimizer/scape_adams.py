@@ -44,3 +44,16 @@ class ScapeAdamS(torch.optim.Optimizer):
                 dense_step(p, state["exp_avg"], p.grad, lr=group["lr"], betas=group["betas"], eps=group["eps"],
                            weight_decay=group["weight_decay"], bias_correction_step=state["step"] if group["bias_correction"] else 0)
         return loss
+
+    def state_dict(self) -> dict:
+        """torch's, and an ``exp_avg_sq`` of zeros that takes no room: DeepSpeed's ds_to_universal asks for Adam's names."""
+        saved = super().state_dict()
+        # Without touching this optimizer's own dictionaries, which torch hands out as they are.
+        saved["state"] = {key: {**state, "exp_avg_sq": state["exp_avg"].new_zeros(1).expand(state["exp_avg"].shape)}
+                          if "exp_avg" in state else state for key, state in saved["state"].items()}
+        return saved
+
+    def load_state_dict(self, state_dict) -> None:
+        """torch's, without what state_dict() put in."""
+        state = {key: {name: value for name, value in s.items() if name != "exp_avg_sq"} for key, s in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": state})

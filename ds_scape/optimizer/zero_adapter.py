@@ -28,6 +28,7 @@ from ds_scape.optimizer.refusals import check_engine
 from ds_scape.optimizer.scape import SCAPE
 from ds_scape.optimizer.scape_adams import ScapeAdamS
 from ds_scape.optimizer.state import FlatState
+from ds_scape.optimizer.statistics import StepRows
 from ds_scape.sync.partition import TensorSlot, flat_layout
 from ds_scape.sync.transport import Transport
 from zipscape import __version__, handshake
@@ -47,6 +48,7 @@ def install(engine_module) -> None:
             zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(cls)
     engine = engine_module.DeepSpeedEngine
     engine.optimizer_name = _any_case(engine.optimizer_name)
+    engine.step = _monitored(engine.step)
     engine.save_checkpoint = _announced(engine.save_checkpoint)
     engine._do_optimizer_sanity_check = _checked(engine._do_optimizer_sanity_check, engine_module.ZERO_OPTIMIZATION)
     engine_module.DeepSpeedZeroOptimizer = _dispatching(engine_module.DeepSpeedZeroOptimizer)
@@ -61,6 +63,23 @@ def _any_case(method):
         return known.__name__ if known else name
 
     return optimizer_name
+
+
+def _monitored(method):
+    """Writes the statistics of a step to the engine's monitors."""
+
+    @functools.wraps(method)
+    def step(self, *args, **kwargs):
+        watched = isinstance(self.optimizer, ScapeZeroOptimizer) and self.monitor.enabled and self.global_rank == 0
+        if watched:
+            self.optimizer.watch()
+        ends_step = watched and (self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation())
+        result = method(self, *args, **kwargs)
+        if ends_step:
+            self.monitor.write_events(self.optimizer.rows.events(self.optimizer.last_row, self.global_samples))
+        return result
+
+    return step
 
 
 def _announced(method):
@@ -86,6 +105,7 @@ def _checked(method, zero_optimization):
             if deepspeed.__version__ not in TESTED_DEEPSPEED:
                 raise ConfigError(describe("SCAPE hooks into DeepSpeed's internals and was not tested with this version",
                                            got=deepspeed.__version__, expected=" or ".join(TESTED_DEEPSPEED)))
+            _check_log(basic_optimizer.params.log)
             check_engine(self, groups._get_sequence_parallel_world_size(), _tensor_parallel_size(self))
         except ZipScapeError as problem:
             error = problem
@@ -102,6 +122,16 @@ def _checked(method, zero_optimization):
     return _do_optimizer_sanity_check
 
 
+def _check_log(path: str | None) -> None:
+    """Before the ranks agree: what fails on rank 0 alone must be heard by all."""
+    if path is not None and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0):
+        try:
+            open(path, "a").close()
+        except OSError as error:
+            raise ConfigError(describe("SCAPE's log cannot be written", got=f"log = {path!r}: {error.strerror}",
+                                       expected="a file that rank 0 can append to", where="ds_config.json")) from None
+
+
 def _tensor_parallel_size(engine) -> int:
     sizes = [engine.autotp_size()]
     if engine.mpu is not None and hasattr(engine.mpu, "get_model_parallel_world_size"):
@@ -116,8 +146,9 @@ def _agree(optimizer: SCAPE, error: ZipScapeError | None) -> None:
         if error is not None:
             raise error
         return
-    config = {**optimizer.params.model_dump(), "groups": [{key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "density")}
-                                                          for group in optimizer.param_groups]}
+    keys = ("lr", "betas", "eps", "weight_decay", "density")
+    config = optimizer.params.model_dump(exclude={"log"})
+    config["groups"] = [{key: group[key] for key in keys} for group in optimizer.param_groups]
     fingerprint = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
     record = {"version": __version__, "config_hash": fingerprint, "enabled": True, "config": config,
               "error": None if error is None else str(error)}
@@ -162,6 +193,10 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         self.flow = Flow(flats, init_optimizer.params, transport)
         init_optimizer.attach(self.flow)
         self._is_flushed = False
+        self.rows: StepRows | None = None
+        self.last_row: dict | None = None
+        if init_optimizer.params.log is not None and transport.rank == 0:
+            self.watch()
         self._lazy_init_hp_params_optimizer_state()
 
     def _flat_state(self, i, group, slots, params) -> FlatState:
@@ -171,6 +206,10 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         momentum, square = (torch.zeros_like(weight, requires_grad=False) for _ in range(2))
         last_sync = torch.zeros_like(weight, dtype=torch.int32, requires_grad=False)
         return FlatState(layout, copies, torch.zeros_like(copies, dtype=weight.dtype), weight, momentum, square, last_sync, group, params)
+
+    def watch(self) -> None:
+        """Statistics of every step from now on, in ``last_row`` and in the log."""
+        self.rows = self.rows or StepRows(self.flow, self.optimizer.params.log)
 
     # --- backward: gradients are collected, never communicated ---------------------------------------------------------------------------
     def process_gradients(self, param, i):
@@ -231,6 +270,8 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
             self.optimizer.publish_state()
             for i in range(len(self.bit16_groups)):
                 self._update_model_bit16_weights(i)
+        if self.rows is not None:
+            self.last_row = self.rows.row(result)
         self.timers(stage_1_and_2.OPTIMIZER_STEP_TIMER).stop()
         for timer in (stage_1_and_2.OPTIMIZER_GRADIENTS_TIMER, stage_1_and_2.OPTIMIZER_ALLGATHER_TIMER):
             self.timers(timer).start()                      # the engine reads all three

@@ -240,6 +240,24 @@ def case_universal_at_another_world_size(rank, world_size):
         raise AssertionError("files of another world size were accepted")
 
 
+def case_scape_adams_universal_checkpoint(rank, world_size):
+    """C96, for the dense optimizer: the converter finds what it asks for."""
+    folder = shared_folder()
+    changed = {**config("full"), "optimizer": {"type": "ScapeAdamS", "params": {"lr": 0.01, "bias_correction": True}}}
+    engine = initialize(changed)
+    for number in range(4):
+        micro_step(engine, number, branch_ranks=())
+    engine.save_checkpoint(folder, tag="here")
+    dist.barrier()
+    if rank == 0:
+        convert(folder)
+    dist.barrier()
+    other = initialize({**changed, "checkpoint": {"load_universal": True}})
+    other.load_checkpoint(folder, tag="universal")
+    for number in range(4, 8):
+        assert micro_step(engine, number, branch_ranks=()) == micro_step(other, number, branch_ranks=())
+
+
 def case_states_go_to_the_host_and_back(rank, world_size):
     """C119: offload_states and reload_states in mid-run change nothing, residuals included."""
     engine, other = initialize(config("full")), initialize(config("full"))

@@ -57,6 +57,25 @@ def test_density_one_is_scape_adams(dtype):
             assert_same_bits(a, b, str(dtype))
 
 
+def test_scape_adams_resumes_bit_equal():
+    net = model()
+    optimizer = ds_scape.ScapeAdamS(net.parameters(), lr=0.01, bias_correction=True)
+    train(net, optimizer, range(4))
+    file = io.BytesIO()
+    torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    assert file.tell() < 2.5 * sum(p.numel() * 4 for p in net.parameters()), "the zeros take room"
+    file.seek(0)
+    saved, other = torch.load(file, weights_only=True), model()
+    other.load_state_dict(saved["net"])
+    resumed = ds_scape.ScapeAdamS(other.parameters())
+    resumed.load_state_dict(saved["optimizer"])
+    assert set(next(iter(resumed.state.values()))) == {"step", "exp_avg"}
+    train(net, optimizer, range(4, 9))
+    train(other, resumed, range(4, 9))
+    for a, b in zip(net.parameters(), other.parameters(), strict=True):
+        assert_same_bits(a.detach(), b.detach())
+
+
 def test_scape_adams_is_the_rule():
     net, reference = model(), model()
     optimizer = ds_scape.ScapeAdamS(net.parameters(), lr=0.01, bias_correction=True)

@@ -1,6 +1,9 @@
 """Cases run on every rank by test_zero.py: SCAPE through deepspeed.initialize, ZeRO 1 and 2, against the simulation of all workers."""
 import copy
+import json
 import logging
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import deepspeed
@@ -44,6 +47,17 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.head(self.norm(hidden)).float().flatten(0, 1), tokens.flatten())
 
 
+class DenseNet(nn.Module):
+    """Nothing that stage 3 cannot take."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens, with_branch):
+        return nn.functional.cross_entropy(self.head(torch.tanh(self.layer(self.embedding(tokens)))).flatten(0, 1), tokens.flatten())
+
+
 def settings(stage: int, dtype: str = "bf16", accumulation: int = 1, **changes) -> dict:
     config = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": accumulation, "steps_per_print": 10**9,
               "optimizer": {"type": "SCAPE", "params": {"lr": 0.01, "density": 0.1}},
@@ -58,6 +72,8 @@ def settings(stage: int, dtype: str = "bf16", accumulation: int = 1, **changes) 
 def initialize(config, model=None, parameters=None, optimizer=None, mpu=None):
     torch.manual_seed(0)
     model = model or Net()
+    for parameter in model.parameters() if isinstance(model, DenseNet) else ():
+        nn.init.normal_(parameter, std=0.1)             # the same on all ranks, wherever the model was made
     parameters = parameters(model) if parameters else list(model.parameters())
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=copy.deepcopy(config),
                                       optimizer=optimizer and optimizer(parameters), mpu=mpu)
@@ -273,6 +289,31 @@ def case_no_dense_collective(rank, world_size):
     engine.destroy()
 
 
+def case_statistics(rank, world_size):
+    """The log and the monitor: numbers that can be checked by hand."""
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    engine = initialize(settings(1, accumulation=2, optimizer={"params": {"log": f"{folder[0]}/scape.jsonl", "dense_warmup_steps": 3}},
+                                 csv_monitor={"enabled": True, "output_path": folder[0], "job_name": "job"}))
+    for number in range(16):
+        micro_step(engine, number)
+    flow = engine.optimizer.flow
+    assert flow.is_watched == (rank == 0)
+    if rank == 0:
+        rows = [json.loads(line) for line in Path(folder[0], "scape.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows] == list(range(1, 9)) and [row["phase"] for row in rows] == ["dense"] * 3 + ["sparse"] * 5
+        sparse = step_bytes(flow.layout, rank, dense=False, value_bytes=2, weight_bytes=2)
+        assert rows[4]["sent_bytes"] == sum(sparse.values()) and rows[4]["mask_bytes"] == sparse["mask"]
+        assert rows[0]["density"] == 1 and 0.1 < rows[4]["density"] < 0.25 and rows[4]["ratio"] > 3
+        assert rows[2]["age_max"] == 0 and rows[7]["age_max"] == 5 and 0 < rows[7]["age_mean"] < 5
+        assert rows[2]["mask_overlap"] is None and 0 < rows[7]["mask_overlap"] < 1
+        shares = [row["share_unsent_since_dense"] for row in rows]
+        assert shares[2] == 1 and all(a > b > 0 for a, b in zip(shares[2:], shares[3:], strict=False))
+        written = Path(folder[0], "job", "Train_Samples_scape_density.csv").read_text().splitlines()
+        assert len(written) == 9, written
+    engine.destroy()
+
+
 def case_density_one_is_dense_adams_of_stock_zero(rank, world_size):
     """Against stock ZeRO with ScapeAdamS: the same arithmetic, on means that stock adds in gloo's order. At two ranks: the same bits."""
     runs = []
@@ -305,6 +346,19 @@ def _refused(config, expected, model=None, mpu=None):
     raise AssertionError(f"accepted: {config}")
 
 
+def case_scape_adams_with_stage_3(rank, world_size):
+    """C116: dense AdamS by its own name, with every stage. Last but for refusals: a ZeRO-3 engine changes torch for the process."""
+    runs = []
+    for stage in (1, 3):
+        config = settings(stage, "fp32", accumulation=2)
+        config["optimizer"] = {"type": "ScapeAdamS", "params": {"lr": 0.01}}
+        engine = initialize(config, model=DenseNet())
+        assert type(engine.basic_optimizer) is ds_scape.ScapeAdamS
+        runs.append([micro_step(engine, number, branch_ranks=()) for number in range(8)])
+        engine.destroy()
+    assert max(abs(a - b) for a, b in zip(*runs, strict=True)) < 1e-5, runs
+
+
 def case_refusals(rank, world_size):
     """C107: one error, the same on all ranks, never a hang."""
     _refused(settings(3), "stage = 3")
@@ -314,6 +368,7 @@ def case_refusals(rank, world_size):
     _refused(settings(1, optimizer={"params": {"densty": 0.1}}), "densty: unknown field")
     _refused(settings(1, optimizer={"params": {"density": 0.1 if rank else 0.2}}), "density")
     _refused(settings(1, prescale_gradients=True), "prescale_gradients")
+    _refused(settings(1, optimizer={"params": {"log": "/no/such/folder/scape.jsonl"}}), "/no/such/folder/scape.jsonl")
 
 
 def case_moe_is_refused(rank, world_size):

@@ -11,7 +11,11 @@ from ds_zipccl.collectives.reduce_scatter import FIRST_SPILL, summable
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
 from ds_zipccl.collectives.transport import all_gather_bytes, all_to_all_bytes
 from ds_zipccl.collectives.views import flat
+from ds_zipccl.errors import CollectiveError, FrameError
 from ds_zipccl.kernels.rank_order import sum_in_order
+from zipscape.errors import describe
+
+FAILED = -1                             # in place of a status word, whose sign bit is never set
 
 
 def _part_numel(call: Call) -> int:
@@ -61,21 +65,30 @@ class _Reduction:
 
     def _on_words(self, words: list[int]) -> int | None:
         call, launch = self._call, self._launch
-        resent = None
+        resent = failure = None
         if observe(self._capacity, words):
             resent = self._part_bytes
             _exchange_and_sum(self._parts, self._sums, lambda out, rows: launch.bulk.all_to_all(out, rows).wait())
         else:
             self._payload_work.wait()
-            self._codec.decode_reduce(self._received, self._parts[call.rank], call.rank, self._sums)
-        launch.status = torch.zeros_like(launch.status)
+            try:
+                self._codec.decode_reduce(self._received, self._parts[call.rank], call.rank, self._sums)
+            except FrameError as error:             # the others must hear of it, not wait for this rank's sums
+                failure = error
+        launch.keep(self._parts, self._sums)
+        launch.status = torch.full_like(launch.status, 0 if failure is None else FAILED)
         self._frames = launch.take_frames(self._sums_codec, call.world_size)
         own = self._frames[call.rank]
-        launch.encode(self._sums_codec, self._sums.view(1, -1), own.view(1, -1))
+        if failure is None:
+            launch.encode(self._sums_codec, self._sums.view(1, -1), own.view(1, -1))
         self._sums_work = launch.bulk.all_gather(self._frames.view(-1), own)
         words, work = everyones_words(call, launch)
         work.wait()
-        if observe(self._sums_capacity, words.tolist()):
+        words = words.tolist()
+        if FAILED in words:
+            raise failure or CollectiveError(describe("an all_reduce failed on another rank", got="a frame that it cannot decode",
+                                                      where=f"rank {words.index(FAILED)} of group {call.group.group_name}"))
+        if observe(self._sums_capacity, words):
             resent = (resent or 0) + self._part_bytes
             self._raw = torch.empty(call.world_size, self._numel, dtype=call.dtype, device=call.device)
             launch.bulk.all_gather(self._raw.view(-1).view(torch.uint8), self._sums.view(torch.uint8)).wait()
@@ -97,6 +110,7 @@ class _Reduction:
             rows.view(call.world_size, -1)[call.rank].copy_(self._sums)
         if rows is not output:
             output.copy_(rows[:output.numel()])
+        self._launch.keep(self._sums, *([] if self._raw is None else [self._raw]))
 
 
 def _exchange_and_sum(parts: torch.Tensor, sums: torch.Tensor, exchange) -> None:

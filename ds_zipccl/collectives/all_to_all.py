@@ -112,6 +112,7 @@ class _Exchange:
                 for_rank(run.codec, first).decode(part, rows)
         for peer, data in self._resent.items():
             self._outputs[peer].copy_(data)
+            self._launch.keep(data)
 
 
 def _overflowed(side: pairs.Side, words) -> list[int]:
@@ -120,7 +121,6 @@ def _overflowed(side: pairs.Side, words) -> list[int]:
 
 
 def _start(spec: CollectiveSpec, call: Call, launch: Launch) -> Started | str:
-    launch.state.connect_pairs()
     counts_in, counts_out = numels(call)
 
     @functools.cache
@@ -133,12 +133,14 @@ def _start(spec: CollectiveSpec, call: Call, launch: Launch) -> Started | str:
                           lambda peer, numel: launch.pair_capacity(call.op, peer, outgoing, call.dtype, numel, spec.first_spill),
                           functools.cache(lambda numel, spill: launch.codec(call.dtype, numel, spill)))
 
-    sent, received = side(counts_in, True), side(counts_out, False)
-    if sent.runs or received.runs:
-        return _Exchange(call, launch, sent, received).start()
-    none = torch.empty(0, dtype=torch.int32, device=launch.device)
-    launch.side.exchange_words(none, none, sent.word_counts, sent.word_counts)      # others may have pairs to zip
-    return reason(max(n for counts in (counts_in, counts_out) for peer, n in enumerate(counts) if peer != call.rank)) or "incompressible"
+    launch.state.connect_pairs()
+    others = {n for counts in (counts_in, counts_out) for peer, n in enumerate(counts) if peer != call.rank}
+    if not all(map(reason, others)):
+        sent, received = side(counts_in, True), side(counts_out, False)
+        if sent.runs or received.runs:
+            return _Exchange(call, launch, sent, received).start()
+    launch.side.exchange_no_words(call.world_size)      # others may have pairs to zip
+    return reason(max(others)) or "incompressible"
 
 
 def _splits_fit(t: torch.Tensor, splits, world_size: int) -> bool:

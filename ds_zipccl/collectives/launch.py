@@ -92,6 +92,13 @@ class Launch:
             codec = self._windows.codec(codec, rows)
         codec.encode(rows, frames, self.status, skip)
 
+    def keep(self, *tensors: torch.Tensor) -> None:
+        """Keeps the memory of tensors until the current stream, which may not be the one they were allocated on, is done with them. Not for
+        what ``take_bytes`` gave."""
+        if self.device.type == "cuda":
+            for t in tensors:
+                t.record_stream(torch.cuda.current_stream(self.device))
+
     def forget_windows(self) -> None:
         """After an overflow: given windows are measured anew for the next call."""
         if self._windows is not None:

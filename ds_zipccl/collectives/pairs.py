@@ -5,6 +5,7 @@ layout, capacity) follows from n, the settings and what both ends saw in earlier
 """
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -28,8 +29,7 @@ def reason_for_raw(numel: int, dtype: torch.dtype, whole_numel: int, config: Zip
     return None
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What goes from one rank to another in one call. ``codec`` None: raw, or nothing, or the rank's own."""
     numel: int
     num_bytes: int                       # on the wire

@@ -38,6 +38,7 @@ def _zipped(call: Call, launch, codec):
 
     def finish():
         codec.decode_reduce(received, rows[call.rank], call.rank, flat(call.output))
+        launch.keep(rows)
 
     return work, finish
 

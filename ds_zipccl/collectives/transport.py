@@ -135,18 +135,16 @@ class SideChannel:
         options.rootRank, options.rootTensor = root, 0
         return self._backend.broadcast([data], options)
 
-    def exchange_words(self, out: torch.Tensor, words: torch.Tensor, out_counts: list[int], counts: list[int]) -> dist.Work | None:
-        """Asynchronous: ``counts[r]`` of ``words`` go to rank r, ``out_counts[r]`` come from it. None: nothing to wait for.
+    def exchange_words(self, out: torch.Tensor, words: torch.Tensor, out_counts: list[int], counts: list[int]) -> dist.Work:
+        """Asynchronous: ``counts[r]`` of ``words`` go to rank r, ``out_counts[r]`` come from it."""
+        return self._backend.alltoall_base(out, words, out_counts, counts)
 
-        NCCL leaves out pairs without words, gloo sends empty messages: there every rank takes part, also one without any.
-        """
-        idle = not (out.numel() or words.numel())
-        if idle and self._device.type == "cuda":
-            return None
-        work = self._backend.alltoall_base(out, words, out_counts, counts)
-        if idle:
-            self._idle = work
-        return None if idle else work
+    def exchange_no_words(self, world_size: int) -> None:
+        """Where other ranks exchange words and this one has none: NCCL leaves out pairs without words, gloo sends empty messages, so there
+        every rank takes part."""
+        if self._device.type == "cpu":
+            none = torch.empty(0, dtype=torch.int32)
+            self._idle = self._backend.alltoall_base(none, none, [0] * world_size, [0] * world_size)
 
     def exchange_pairs(self, received: dict[int, torch.Tensor], sent: dict[int, torch.Tensor]) -> None:
         """Sends ``sent[r]`` to rank r and fills ``received[r]`` from it; only the two ends of a pair take part. Returns when that is done

@@ -5,6 +5,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from zipscape.errors import ZipScapeError
+
 
 class Pending:
     """A zipped call in flight on one group. Owned by the group's queue; at most one thread works on it at a time.
@@ -39,6 +41,8 @@ class Pending:
         try:
             self._on_words(words)
             self._mark()
+        except ZipScapeError as error:              # of this call alone: its waits raise it, not the call that settles it
+            self.failure = error
         except BaseException as error:
             self.failure = error
             raise

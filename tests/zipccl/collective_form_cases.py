@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from ds_zipccl.collectives import all_reduce, broadcast, transport
 from ds_zipccl.collectives.registry import Call, specs
-from ds_zipccl.errors import FrameError
+from ds_zipccl.errors import CollectiveError, FrameError
 from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import as_ints, assert_same_bits, gaussian, random_bits, specials
 from tests.zipccl.collective_helpers import (
@@ -259,8 +259,14 @@ def case_reductions_at_the_ends_of_the_range(rank, world):
 
 
 def case_strides_of_all_collectives(rank, world):
-    """C25: transposed and sliced inputs and outputs equal native; nothing beside a sliced output is written."""
+    """C25: transposed and sliced inputs and outputs equal native; nothing beside a sliced output is written. NCCL refuses them."""
     with runtime() as live:
+        if torch.get_default_device().type == "cuda":
+            data = gaussian(world * 4096, seed=rank).view(64, -1).t()
+            for op in ("all_reduce", "broadcast"):
+                assert launch(live, op, data, data, root=0 if op == "broadcast" else None) is None
+                assert live.stats.snapshot()[op]["native_reasons"] == {"layout": 1}
+            return
         for op, spec in specs().items():
             for view in (_transposed, _sliced):
                 plain, native = _whole_rows(spec), _whole_rows(spec)
@@ -377,6 +383,34 @@ def case_failed_call_fails_its_future(rank, world):
             broadcast.broadcast_bytes = original
         carry_out(live, "broadcast", data, data, root=0)
         assert_same_bits(data, gaussian(4000, seed=0), "the call after")
+
+
+def case_corrupt_part_of_an_all_reduce_fails_on_all_ranks(rank, world):
+    """The rank that cannot sum its part says so; nobody waits for it, and the group goes on."""
+    if torch.get_default_device().type == "cuda":           # kernels on a GPU note corrupt frames and do not raise
+        return
+    original = transport.all_to_all_bytes
+
+    def corrupting(out, rows, group):
+        work = original(out, rows, group)
+        work.wait()
+        if rank == 1:
+            out.fill_(7)
+        return work
+
+    with runtime() as live:
+        data = gaussian(world * 3000, seed=rank)
+        all_reduce.all_to_all_bytes = corrupting
+        try:
+            works = [launch(live, "all_reduce", t, t) for t in (data.clone(), data.clone())]
+        finally:
+            all_reduce.all_to_all_bytes = original
+        for work in works:
+            with pytest.raises((FrameError, CollectiveError), match="corrupt frame" if rank == 1 else "rank 1 of group"):
+                work.wait()
+        expected = everyones_sum(data, world)
+        assert carry_out(live, "all_reduce", data, data)
+        assert_same_bits(data, expected, "the call after")
 
 
 def case_flipped_bits_in_either_phase_of_an_all_reduce_are_seen(rank, world):

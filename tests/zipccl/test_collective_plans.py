@@ -4,7 +4,7 @@ import torch
 
 from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.codec.format import layout
-from ds_zipccl.collectives import pairs, runtime
+from ds_zipccl.collectives import pairs, runtime, transport, views
 from ds_zipccl.collectives.capacity import Capacity
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.config import ZipcclConfig
@@ -79,6 +79,20 @@ def test_the_rule_for_pieces_is_that_of_whole_tensors():
     reasons = {n: pairs.reason_for_raw(n, BF, 4 * n, config) for n in (0, 131071, 131072, 1 << 20, (1 << 20) + 1)}
     assert list(reasons.values()) == ["min_bytes", "min_bytes", None, None, "max_workspace_bytes"]
     assert pairs.reason_for_raw(850, BF, 3400, ZipcclConfig(min_bytes=0)) == "no_gain"
+
+
+def test_parts_that_adjoin_are_found_and_others_are_not():
+    buffer, other = torch.arange(40, dtype=torch.uint8), torch.arange(40, dtype=torch.uint8)
+    parts = list(buffer[5:35].split(10))
+    whole = transport._adjoining([parts[0], other[:0], *parts[1:]])
+    assert whole.data_ptr() == parts[0].data_ptr() and torch.equal(whole, buffer[5:35])
+    assert transport._adjoining([other[:0], buffer[:0]]).numel() == 0
+    assert transport._adjoining([parts[0], other[15:25]]) is None, "offsets adjoin, in another buffer"
+    assert transport._adjoining([parts[1], parts[0]]) is None and transport._adjoining([parts[0], parts[2]]) is None
+    rows = views.as_rows(parts)
+    assert rows.shape == (3, 10) and rows.data_ptr() == parts[0].data_ptr() and torch.equal(rows.view(-1), whole)
+    assert views.as_rows([parts[0], other[15:25]]) is None and views.as_rows([parts[0], parts[2]]) is None
+    assert views.as_rows([buffer[:10], buffer[10:19]]) is None
 
 
 def test_bus_factors_are_those_of_nccl_tests():

@@ -42,7 +42,7 @@ def exchange_bytes(received: list[torch.Tensor], sent: list[torch.Tensor], group
     Meets a native all_to_all_single that has the same bytes in every pair, also one with equal splits. Pieces that lie one after another
     in memory are not copied; others are on a CPU.
     """
-    whole_in, whole_out = _adjoining(received), _adjoining(sent)
+    whole_in, whole_out = adjoining(received), adjoining(sent)
     if (whole_in is None or whole_out is None) and sent[0].is_cuda:
         return dist.all_to_all(received, sent, group=group, async_op=True)
     buffer = torch.empty(sum(t.numel() for t in received), dtype=torch.uint8, device=received[0].device) if whole_in is None else whole_in
@@ -51,7 +51,7 @@ def exchange_bytes(received: list[torch.Tensor], sent: list[torch.Tensor], group
     return work if whole_in is not None else _Unpacked(work, buffer, received)
 
 
-def _adjoining(pieces: list[torch.Tensor]) -> torch.Tensor | None:
+def adjoining(pieces: list[torch.Tensor]) -> torch.Tensor | None:
     """The one flat tensor that the pieces are consecutive parts of, or None."""
     present = [piece for piece in pieces if piece.numel()]
     if not present:

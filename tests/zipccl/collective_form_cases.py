@@ -41,14 +41,15 @@ def everyones_sum(data, world):
 
 
 def case_all_gather_list_bits(rank, world):
-    """Tensors that are parts of one buffer, that are not, of several shapes; canaries beside them."""
+    """Tensors that are parts of one buffer, in order and in reverse, that are not, of several shapes; canaries beside them."""
     with runtime() as live:
         for size in SIZES:
             for make in MAKERS:
                 data = make(max(1, size), seed=17 * size + rank)[:size]
                 expected = gathered(data, world).view(world, -1) if size else torch.empty(world, 0, dtype=data.dtype)
                 guards = [Guarded(size) for _ in range(world)]
-                for outs in (torch.full((world, size), 3.0, dtype=data.dtype).unbind(0), tuple(g.tensor for g in guards)):
+                buffers = [torch.full((world, size), 3.0, dtype=data.dtype).unbind(0) for _ in range(2)]
+                for outs in (buffers[0], buffers[1][::-1], tuple(g.tensor for g in guards)):
                     carry_out(live, "all_gather", outs, data)
                     for r in range(world):
                         assert_same_bits(outs[r], expected[r], f"{make.__name__} {size} from {r}")
@@ -80,7 +81,8 @@ def case_reduce_scatter_list_bits(rank, world):
             for make in MAKERS:
                 data = make(world * size, seed=31 * size + rank)
                 expected, native = rank_order_sum(data, rank, world), world == 2
-                for pieces in (data.split(size), tuple(t.clone() for t in data.split(size))):
+                backwards = torch.stack(data.split(size)[::-1]).unbind(0)[::-1]
+                for pieces in (data.split(size), backwards, tuple(t.clone() for t in data.split(size))):
                     guarded = Guarded(size)
                     ours = carry_out(live, "reduce_scatter", guarded.tensor, pieces)
                     guarded.check()

@@ -84,11 +84,11 @@ def test_the_rule_for_pieces_is_that_of_whole_tensors():
 def test_parts_that_adjoin_are_found_and_others_are_not():
     buffer, other = torch.arange(40, dtype=torch.uint8), torch.arange(40, dtype=torch.uint8)
     parts = list(buffer[5:35].split(10))
-    whole = transport._adjoining([parts[0], other[:0], *parts[1:]])
+    whole = transport.adjoining([parts[0], other[:0], *parts[1:]])
     assert whole.data_ptr() == parts[0].data_ptr() and torch.equal(whole, buffer[5:35])
-    assert transport._adjoining([other[:0], buffer[:0]]).numel() == 0
-    assert transport._adjoining([parts[0], other[15:25]]) is None, "offsets adjoin, in another buffer"
-    assert transport._adjoining([parts[1], parts[0]]) is None and transport._adjoining([parts[0], parts[2]]) is None
+    assert transport.adjoining([other[:0], buffer[:0]]).numel() == 0
+    assert transport.adjoining([parts[0], other[15:25]]) is None, "offsets adjoin, in another buffer"
+    assert transport.adjoining([parts[1], parts[0]]) is None and transport.adjoining([parts[0], parts[2]]) is None
     rows = views.as_rows(parts)
     assert rows.shape == (3, 10) and rows.data_ptr() == parts[0].data_ptr() and torch.equal(rows.view(-1), whole)
     assert views.as_rows([parts[0], other[15:25]]) is None and views.as_rows([parts[0], parts[2]]) is None

@@ -1,0 +1,12 @@
+"""SCAPE and ZipCCL together, and the configurations that ship."""
+import pytest
+
+from tests.helpers.ranks import assert_ok, case_names
+
+MODULE = "tests.scape.zipccl_cases"
+CASES = case_names(MODULE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks(case):
+    assert_ok(MODULE, CASES, 2, case)

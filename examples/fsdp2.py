@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 2 fsdp2.py                      # gloo, or NCCL where there are GPUs
     torchrun --nproc_per_node 2 fsdp2.py --backend zipccl     # gathers and gradients are compressed; at 2 ranks every bit is the same
 
-FP32 master weights, gathered and their gradients reduced in BF16. Prints the losses (rank 0's own), what was sent and a hash of the weights.
+FP32 master weights, gathered and their gradients reduced in BF16. Prints the losses (rank 0's own), what was sent, a hash of the weights.
 """
 import argparse
 import hashlib

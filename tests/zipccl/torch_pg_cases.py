@@ -81,8 +81,8 @@ def case_reduce_ops_and_dtypes(rank, world):
 def _reduced(call, op, dtype, rank, world, group):
     """The result, or the kind of the error. Multiples of the world size: every order and every division is exact."""
     generator = torch.Generator("cpu").manual_seed(rank)
-    data = (world * torch.randint(0, 8, (world * 1500,), generator=generator, device="cpu")).to(dtype).to(torch.get_default_device())
-    out = data if call == "all_reduce" else torch.empty(1500, dtype=dtype)
+    data = (world * torch.randint(0, 8, (world * 4000,), generator=generator, device="cpu")).to(dtype).to(torch.get_default_device())
+    out = data if call == "all_reduce" else torch.empty(4000, dtype=dtype)
     try:
         launch(call, out, data, group, op=op).wait()
     except (RuntimeError, ValueError) as error:
@@ -121,9 +121,10 @@ def _other_operations(rank, world, group):
     dist.broadcast(done["broadcast"], src=last, group=group)
     done["broadcast of integers"] = torch.arange(9) * rank
     dist.broadcast(done["broadcast of integers"], src=last, group=group)
-    splits = [((rank + peer) % 3) * 50 for peer in range(world)]
-    done["uneven all_to_all_single"] = fresh(sum(splits))
-    dist.all_to_all_single(done["uneven all_to_all_single"], data[:sum(splits)].clone(), splits, splits, group=group)
+    sent = [((2 * rank + peer) % 3) * 1500 for peer in range(world)]                # not what is received; nothing for some
+    received = [((2 * peer + rank) % 3) * 1500 for peer in range(world)]
+    done["uneven all_to_all_single"] = fresh(sum(received))
+    dist.all_to_all_single(done["uneven all_to_all_single"], gaussian(sum(sent), seed=rank), received, sent, group=group)
     done["all_to_all of integers"] = [torch.zeros(5, dtype=torch.int64) for _ in range(world)]
     try:
         dist.all_to_all(done["all_to_all of integers"], [torch.arange(5) + 10 * rank + peer for peer in range(world)], group=group)

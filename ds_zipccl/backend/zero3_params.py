@@ -232,6 +232,8 @@ def _engine_reason(engine, runtime: Runtime) -> str | None:
         return f"offload_param_{getattr(offload.device, 'value', offload.device)}"      # _cpu, _nvme
     if zero.zenflow is not None:
         return "zenflow"                            # its optimizers write shards while the model computes
+    if not zero3_writers.knows(engine.optimizer):
+        return "unknown_optimizer"                  # SuperOffload, or somebody's own: writes in functions that are not watched
     if zero.use_all_reduce_for_fetch_params:
         return "use_all_reduce_for_fetch_params"
     return None

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -107,6 +108,13 @@ WRITERS = (
     (Init, "_partition_param", _partitioned),
     (PartitionedParameterCoordinator, "reset_step", _forward_began),
 )
+
+
+def knows(optimizer) -> bool:
+    """Whether the optimizer writes shards in the functions above only: it overrides none of them, or it has no step at all."""
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return all(getattr(type(optimizer), name) is getattr(cls, name) for cls, name, _ in WRITERS if cls is DeepSpeedZeroOptimizer_Stage3)
+    return isinstance(optimizer, DeepSpeedZeRoOffload)
 
 
 def install() -> None:

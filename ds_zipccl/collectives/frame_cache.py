@@ -48,6 +48,7 @@ class FrameCache:
         self._mismatch: torch.Tensor | None = None  # GPU: bool per slot, read at the next refresh
 
     def add(self, slot: Slot) -> None:
+        slot.index = len(self.slots)
         self.slots.append(slot)
         self._note_write()
 
@@ -70,7 +71,9 @@ class FrameCache:
             self._hold(slot, 0)
 
     def close(self) -> None:
-        """Drops everything. A refresh in flight is left to itself."""
+        """Drops everything."""
+        if self._pending is not None:
+            self._pending[-1].wait()                # who ends the group's channels must find nothing in flight
         self.free()
         self._pending, self.slots = None, []
 
@@ -215,14 +218,15 @@ class FrameCache:
         if self._mismatch is None:
             self._mismatch = torch.zeros(len(self.slots), dtype=torch.bool, device=self._device)
         self._used_here(slot.print)
-        index = self.slots.index(slot)
-        self._mismatch[index:index + 1].logical_or_((now != slot.print).any())      # the host does not wait for it
+        self._mismatch[slot.index:slot.index + 1].logical_or_((now != slot.print).any())      # the host does not wait for it
         return True
 
     def _report_mismatches(self, word: torch.Tensor) -> None:
         if self._mismatch is not None:
+            self._wait_for(self._read)
             word.copy_(torch.where(self._mismatch.any(), self._mismatch.int().argmax() + 1, 0))
             self._mismatch.zero_()
+            self._note_write()
 
     def _raise_for(self, mismatches: list[int]) -> None:
         found = [f"{self.slots[word - 1].name} on rank {rank}" for rank, word in enumerate(mismatches) if word]

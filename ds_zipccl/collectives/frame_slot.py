@@ -40,6 +40,7 @@ class Slot:
 
     def __init__(self, name: str, source: Callable[[], torch.Tensor], numel: int, dtype: torch.dtype):
         self.name, self.source, self.numel, self.dtype = name, source, numel, dtype
+        self.index = -1                             # in its cache
         self.capacity = Capacity.of(numel, dtype.itemsize, 0.0)
         # Agreed between the ranks:
         self.stale, self.used = True, False         # changed since it was encoded; gathered since then

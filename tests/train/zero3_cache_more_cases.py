@@ -9,13 +9,16 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
+from deepspeed.runtime.superoffload.superoffload_stage3 import SuperOffloadOptimizer_Stage3
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import groups, safe_set_full_fp32_param, safe_set_local_fp32_param
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_zipccl.backend import zero3_params
-from tests.train.zero3_cache_helpers import CACHED, STEPS, compare, config_for, sample_loss, train
+from ds_zipccl.backend import deepspeed_hooks, zero3_params, zero3_writers
+from tests.train.zero3_cache_helpers import CACHED, STEPS, cache_counters, compare, config_for, sample_loss, train
 from tests.train.zero_cases import VOCAB, WIDTH, Net
 
 
@@ -111,6 +114,50 @@ def case_other_settings_bypass(rank, world_size):
     del fp32["bf16"]
     run = train(CACHED, config=fp32, steps=2)
     assert run.cache["encodes"] == 0 and set(run.cache["bypassed"]) == {"dtype"}, run.cache
+
+
+def case_without_optimizer(rank, world_size):
+    """An engine that only computes: frames are made once, and found out of date where somebody writes."""
+    def losses(section):
+        torch.manual_seed(0)
+        config = config_for(section)
+        del config["optimizer"]
+        engine, *_ = deepspeed.initialize(model=Net(), config=config)
+        found = [sample_loss(engine, seed) for seed in range(4)]
+        with deepspeed.zero.GatheredParameters(engine.module.head.weight, modifier_rank=0):
+            engine.module.head.weight.data.mul_(2)
+        found.append(sample_loss(engine))
+        engine.module.head.weight.ds_tensor.data.mul_(1 + rank)
+        found.append(sample_loss(engine))
+        cache = cache_counters()
+        engine.destroy()
+        deepspeed_hooks.deactivate()
+        return found, cache
+
+    cached, counters = losses(CACHED)
+    assert cached == losses({**CACHED, "cache_params": False})[0]
+    assert counters["encodes"] == 5 + 1 + rank and counters["unknown_writes"] == rank and counters["refreshes"] == 2, counters
+
+
+class OwnOptimizer(DeepSpeedZeroOptimizer_Stage3):
+    """Somebody's subclass with a writer of its own."""
+
+    def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id):
+        self.fp16_partitioned_groups_flat[sub_group_id].data.copy_(self.fp32_partitioned_groups_flat[sub_group_id].data)
+
+
+def case_optimizers_with_writers_of_their_own_are_not_trusted(rank, world_size):
+    zero3_writers.install()
+    for cls, known in ((DeepSpeedZeroOptimizer_Stage3, True), (DeepSpeedZeRoOffload, True), (OwnOptimizer, False),
+                       (SuperOffloadOptimizer_Stage3, False), (torch.optim.Adam, False)):
+        assert zero3_writers.knows(cls.__new__(cls)) == known, cls
+    original = zero3_writers.knows
+    zero3_writers.knows = lambda optimizer: False
+    try:
+        run = compare(world_size=world_size, steps=2)
+    finally:
+        zero3_writers.knows = original
+    assert run.cache["encodes"] == 0 and set(run.cache["bypassed"]) == {"unknown_optimizer"}, run.cache
 
 
 def case_memory_is_bounded(rank, world_size):

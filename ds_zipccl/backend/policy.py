@@ -4,6 +4,7 @@ import torch.distributed as dist
 
 from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.collectives.pairs import reason_for_raw
+from ds_zipccl.collectives.parts import can_fit
 from ds_zipccl.collectives.registry import Call, CollectiveSpec
 from ds_zipccl.collectives.views import is_dense
 from ds_zipccl.config import ZipcclConfig
@@ -57,7 +58,10 @@ def reason_for_native(config: ZipcclConfig, spec: CollectiveSpec, call: Call) ->
         return "layout"
     if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "graph_capture"
-    return None if spec.pairwise else reason_for_raw(spec.row_numel(call), call.dtype, spec.whole_numel(call), config)
+    if spec.pairwise:
+        return None
+    reason = reason_for_raw(spec.row_numel(call), call.dtype, spec.whole_numel(call), config)
+    return None if reason == "max_workspace_bytes" and can_fit(spec, call, config) else reason
 
 
 def _copies_do(call: Call) -> bool:

@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from ds_zipccl.codec.integrity import for_rank
 from ds_zipccl.collectives.launch import frames_bytes
+from ds_zipccl.collectives.parts import ranges
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
 from ds_zipccl.collectives.transport import all_gather_bytes, native_all_gather
 from ds_zipccl.collectives.views import as_rows, equal_numels, flat, gaussians
@@ -55,6 +56,13 @@ def _resend(call: Call, launch) -> None:
         row.copy_(data)
 
 
+def _cut(call: Call, part: int) -> list[Call]:
+    """Lists of the same ranges of all ranks' pieces. In place is safe: a part's output does not overlap what later parts send."""
+    rows, own = _rows(call), flat(call.input)
+    return [Call(LIST.name, tuple(row[start:end] for row in rows), own[start:end], call.group)
+            for start, end in ranges(own.numel(), -(-own.numel() // part))]
+
+
 def _make_tensors(rank: int, world_size: int, row_numel: int, dtype: torch.dtype, device):
     return torch.empty(world_size * row_numel, dtype=dtype, device=device), gaussians(1000 + rank, row_numel, dtype, device)
 
@@ -73,7 +81,7 @@ _COMMON = dict(
     whole_numel=lambda call: call.input.numel() * call.world_size,
     raw_bytes=lambda call: call.input.nbytes * _others(call), frames_sent=_others,
     wire_bytes=lambda call: frames_bytes(call.dtype, call.input.numel(), _others(call)),
-    zipped=_zipped, resend=_resend, bus_factor=lambda world: (world - 1) / world)
+    zipped=_zipped, resend=_resend, cut=_cut, bus_factor=lambda world: (world - 1) / world)
 
 SPEC = register(CollectiveSpec(
     name="all_gather_into_tensor",

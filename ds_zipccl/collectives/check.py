@@ -16,7 +16,7 @@ _DTYPES = {zlib.crc32(str(dtype).encode()): dtype for dtype in vars(torch).value
 def check(spec: CollectiveSpec, call: Call, state) -> None:
     """All ranks of the group call this with their own ``call``. Raises CollectiveError, alike on every rank, where they do not fit."""
     size = call.world_size
-    own = [sorted(specs()).index(call.op), zlib.crc32(str(call.dtype).encode()), zlib.crc32(str(call.reduce_op).encode()),
+    own = [sorted(specs(internal=True)).index(call.op), zlib.crc32(str(call.dtype).encode()), zlib.crc32(str(call.reduce_op).encode()),
            -1 if call.root is None else call.root]
     own += [count for side in _exchanged(spec, call) for count in (side + [-1] * size)[:size]]
     rows = torch.empty(size * len(own), dtype=torch.int64, device=call.device)
@@ -27,7 +27,7 @@ def check(spec: CollectiveSpec, call: Call, state) -> None:
         more = f"; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
         raise CollectiveError(describe("the ranks of a group do not make the same call", got="; ".join(problems[:MAX_NAMED]) + more,
                                        expected="the same collective, dtype, operation and root, and sizes that fit together",
-                                       where=f"{sorted(specs())[rows[0][0]]} on rank 0, group {call.group.group_name}"))
+                                       where=f"{sorted(specs(internal=True))[rows[0][0]]} on rank 0, group {call.group.group_name}"))
 
 
 def _exchanged(spec: CollectiveSpec, call: Call) -> tuple[list[int], list[int]]:
@@ -46,7 +46,7 @@ def _exchanged(spec: CollectiveSpec, call: Call) -> tuple[list[int], list[int]]:
 
 
 def _other_calls(rows) -> list[str]:
-    names = sorted(specs())
+    names = sorted(specs(internal=True))
     tellers = (lambda row: names[row[0]], lambda row: str(_DTYPES.get(row[1])), lambda row: f"reduce operation {row[2]:#x}",
                lambda row: f"root {row[3]}")
     for i, tell in enumerate(tellers):

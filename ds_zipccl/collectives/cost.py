@@ -40,18 +40,18 @@ class Costs:
     zipped: Curve
     ratio: float
 
-    def gain(self, num_bytes: int, ratio: float) -> float:
+    def gain(self, num_bytes: int, ratio: float, native_bytes: int | None = None) -> float:
         """Native time / zipped time of a call of ``num_bytes`` (of the whole tensor) whose frames have ``ratio``: codec and latency as
-        measured, and the link's part of the time as the bytes on the wire."""
+        measured, and the link's part of the time as the bytes on the wire. ``native_bytes``: of the whole tensor natively, if others."""
         zipped = self.zipped.at(num_bytes)
         if not math.isfinite(zipped):
             return 0.0
         zipped += num_bytes * self.native.us_per_byte(num_bytes) * (1 / ratio - 1 / self.ratio)
-        return self.native.at(num_bytes) / max(zipped, 1e-3)
+        return self.native.at(num_bytes if native_bytes is None else native_bytes) / max(zipped, 1e-3)
 
-    def zipped_is_faster(self, num_bytes: int, ratio: float, is_zipped: bool = False) -> bool:
+    def zipped_is_faster(self, num_bytes: int, ratio: float, is_zipped: bool = False, native_bytes: int | None = None) -> bool:
         """``is_zipped``: what such calls did so far."""
-        return self.gain(num_bytes, ratio) > (GAIN_TO_STAY if is_zipped else MIN_GAIN)
+        return self.gain(num_bytes, ratio, native_bytes) > (GAIN_TO_STAY if is_zipped else MIN_GAIN)
 
     def zipped_from(self) -> int | None:
         """The smallest power of two, up to 4 GiB, from which calls with the measured ratio are zipped; for reports."""

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from ds_zipccl.codec.codec import Codec
 from ds_zipccl.codec.dtypes import BY_TORCH
-from ds_zipccl.codec.format import OVERFLOW_BIT, layout, spill_need_bytes
+from ds_zipccl.codec.format import OVERFLOW_BIT, SPILL_SHIFT, layout, spill_need_bytes
 from ds_zipccl.codec.integrity import CODECS
 from ds_zipccl.collectives import switch
 from ds_zipccl.collectives.capacity import Capacity
@@ -119,6 +119,12 @@ def everyones_words(call: Call, launch: Launch) -> tuple[torch.Tensor, dist.Work
     """Every rank's status word on every rank."""
     words = torch.empty(call.world_size, dtype=torch.int32, device=launch.device)
     return words, launch.side.all_gather(words, launch.status)
+
+def largest_word(words: torch.Tensor) -> torch.Tensor:
+    """int32 [1] of what ``observe`` reads, the largest of ``words`` in each field."""
+    spill, overflow = (words >> SPILL_SHIFT).amax(), (words & OVERFLOW_BIT).amax()
+    return (spill << SPILL_SHIFT | overflow).to(torch.int32).view(1)
+
 
 
 def observe(capacity: Capacity, words: list[int]) -> bool:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.collectives.launch import frames_bytes
+from ds_zipccl.collectives.parts import ranges
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
 from ds_zipccl.collectives.transport import all_to_all_bytes, native_reduce_scatter
 from ds_zipccl.collectives.views import as_rows, equal_numels, flat
@@ -60,6 +61,14 @@ def _uncompressed(call: Call) -> None:
     _exchange_and_sum(call, lambda out, rows: all_to_all_bytes(out, rows, call.group).wait())
 
 
+def _cut(call: Call, part: int) -> list[Call]:
+    """The same ranges of every rank's piece, from where they lie."""
+    numel, output = call.output.numel(), flat(call.output)
+    rows = [flat(t) for t in call.inputs] if isinstance(call.input, tuple) else flat(call.input).view(call.world_size, -1).unbind(0)
+    return [Call("reduce_scatter_uneven", output[start:end], tuple(row[start:end] for row in rows), call.group)
+            for start, end in ranges(numel, -(-numel // part))]
+
+
 def _op(call: Call):
     return call.reduce_op or dist.ReduceOp.SUM
 
@@ -89,7 +98,7 @@ _COMMON = dict(
     whole_numel=lambda call: call.output.numel() * call.world_size,
     raw_bytes=lambda call: call.output.nbytes * _others(call), frames_sent=_others,
     wire_bytes=lambda call: frames_bytes(call.dtype, call.output.numel(), _others(call), FIRST_SPILL),
-    zipped=_zipped, resend=_resend, uncompressed=_uncompressed, first_spill=FIRST_SPILL,
+    zipped=_zipped, resend=_resend, uncompressed=_uncompressed, cut=_cut, first_spill=FIRST_SPILL,
     bus_factor=lambda world: (world - 1) / world)
 
 SPEC = register(CollectiveSpec(

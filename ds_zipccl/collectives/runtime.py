@@ -6,7 +6,16 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, switch  # noqa: F401  importing registers
+from ds_zipccl.collectives import (  # noqa: F401  importing registers
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    parts,
+    reduce_scatter,
+    reduce_scatter_uneven,
+    switch,
+)
 from ds_zipccl.collectives import launch as launching
 from ds_zipccl.collectives.check import check
 from ds_zipccl.collectives.group_state import GroupState
@@ -29,7 +38,7 @@ class Runtime:
         self.config, self.kernels = config, kernels
         self.stats = stats or Stats()
         self.workspace = Workspace(config.max_workspace_bytes)
-        self._specs = specs()
+        self._specs = specs(internal=True)
         self._groups: dict[str, dict[str, GroupState]] = {}         # by group name and device type
         self._seen_reasons: set[tuple[str, str]] = set()
         self.stats.sections["switch"] = self._switch_report
@@ -49,13 +58,19 @@ class Runtime:
             reason = self._choose(spec, call, state)
         if reason is None:
             inner, store = contiguous(call)
+            pieces = parts.cut(spec, inner, self.config)
+            if len(pieces) > 1:
+                return self._run_parts(call, pieces, state, store)
             started = self._start(spec, inner, state, call.outputs, store)
             if not isinstance(started, str):
-                return started
+                work, raw_bytes, wire_bytes = started
+                self.stats.zipped(call.op, raw_bytes, wire_bytes)
+                return work
             reason = started
-        self.native(call.op, reason, spec.raw_bytes(call))
-        if reason == "incompressible" and spec.reduces and call.world_size > 2:
-            spec.uncompressed(inner)            # the arithmetic must not depend on whether the data compresses
+        keeps_arithmetic = reason == "incompressible" and spec.reduces and call.world_size > 2
+        self.native(call.op, reason, 0 if spec.internal and not keeps_arithmetic else spec.raw_bytes(call))
+        if keeps_arithmetic:                    # it must not depend on whether the data compresses
+            spec.uncompressed(inner)
             store()
             return DoneWork(call.outputs)
         return None
@@ -117,8 +132,42 @@ class Runtime:
         return Launch(spec=spec, config=self.config, choice=getattr(self.config.collectives, spec.family),
                       kernels=self.kernels[call.device.type], workspace=self.workspace, state=state, device=call.device, trial=trial)
 
-    def _start(self, spec: CollectiveSpec, call: Call, state: GroupState, outputs, store) -> ZipWork | str:
-        """Launches a zipped call, or returns the reason why not. ``store()``: fills the user's ``outputs`` from the call's."""
+    def _run_parts(self, call: Call, pieces: list[Call], state: GroupState, store) -> parts.PartsWork:
+        """``call`` in ``pieces``, counted as one. A piece that is not zipped is carried out at once, as raw bytes."""
+        num_zipped = raw_total = wire_total = 0
+        ends_raw = False
+
+        def launch(piece: Call) -> ZipWork | None:
+            nonlocal num_zipped, raw_total, wire_total, ends_raw
+            spec, is_last = self._specs[piece.op], piece is pieces[-1]
+            state.settle()
+            started = self._start(spec, piece, state, call.outputs, store if is_last else lambda: None, call.op)
+            if not isinstance(started, str):
+                work, raw_bytes, wire_bytes = started
+                num_zipped, raw_total, wire_total = num_zipped + 1, raw_total + raw_bytes, wire_total + wire_bytes
+                return work
+            if spec.uncompressed is not None:
+                spec.uncompressed(piece)
+            else:
+                spec.native(piece).wait()
+            raw_bytes, ends_raw = spec.raw_bytes(piece), is_last
+            raw_total, wire_total = raw_total + raw_bytes, wire_total + raw_bytes
+            return None
+
+        work = parts.PartsWork(pieces, launch, call.outputs, state)
+        if num_zipped:
+            self.stats.zipped(call.op, raw_total, wire_total)
+        else:
+            self.native(call.op, "incompressible", raw_total)
+        if ends_raw:
+            work.wait()
+            store()
+        return work
+
+    def _start(self, spec: CollectiveSpec, call: Call, state: GroupState, outputs, store,
+               op: str | None = None) -> tuple[ZipWork, int, int] | str:
+        """Launches a zipped call: (its Work, raw bytes, wire bytes), or returns the reason why not. ``store()``: fills the user's
+        ``outputs`` from the call's. ``op``: under whose name an overflow is counted, the call's own by default."""
         launch = self._launch(spec, call, state)
         started = launching.start(spec, call, launch)
         if isinstance(started, str):
@@ -127,7 +176,7 @@ class Runtime:
         def on_words(words: list[int]) -> None:
             resent_bytes = started.on_words(words)
             if resent_bytes is not None:
-                self.stats.overflow(call.op, resent_bytes)
+                self.stats.overflow(op or call.op, resent_bytes)
                 launch.forget_windows()
 
         def finish() -> None:
@@ -136,8 +185,7 @@ class Runtime:
 
         pending = self._pending(call, state, launch, replace(started, on_words=on_words, finish=finish), outputs)
         state.add(pending)
-        self.stats.zipped(call.op, started.raw_bytes, started.wire_bytes)
-        return ZipWork(pending, state)
+        return ZipWork(pending, state), started.raw_bytes, started.wire_bytes
 
     @staticmethod
     def _pending(call: Call, state: GroupState, launch: Launch, started: launching.Started, outputs=()) -> Pending:

@@ -29,19 +29,20 @@ class Measured:
     """What the switch knows of one collective and dtype on a group."""
     costs: Costs | None = None
     num_calls: int = 0             # that were eligible
-    zipped: dict[int, bool] | None = None          # what calls of a size did last
+    zipped: dict[tuple, bool] | None = None        # what calls of a size did last
 
     def due(self, reprobe_calls: int) -> bool:
         """Counts a call; whether its costs must be measured first."""
         self.num_calls += 1
         return self.costs is None or bool(reprobe_calls) and self.num_calls % reprobe_calls == 0
 
-    def choose(self, num_bytes: int, ratio: float) -> bool:
-        """Whether a call of that size is to be zipped."""
+    def choose(self, num_bytes: int, ratio: float, native_bytes: int | None = None) -> bool:
+        """Whether a call of that size is to be zipped. ``native_bytes``: what it is natively, if another."""
         if self.zipped is None or len(self.zipped) > 4096:
             self.zipped = {}
-        answer = self.costs.zipped_is_faster(num_bytes, ratio, self.zipped.get(num_bytes, False))
-        self.zipped[num_bytes] = answer
+        size = num_bytes, native_bytes
+        answer = self.costs.zipped_is_faster(num_bytes, ratio, self.zipped.get(size, False), native_bytes)
+        self.zipped[size] = answer
         return answer
 
 
@@ -111,7 +112,8 @@ def choose(spec: CollectiveSpec, call: Call, run_zipped, state, config) -> bool:
         measured.costs = measure(spec, call, run_zipped, state.side)
     numel = spec.row_numel(call)
     spill = state.capacity(call.op, call.dtype, numel, spec.first_spill).spill_per_tile
-    return measured.choose(spec.whole_numel(call) * call.dtype.itemsize, frame_ratio(call.dtype, numel, spill))
+    native_bytes = None if spec.native_numel is None else spec.native_numel(call) * call.dtype.itemsize
+    return measured.choose(spec.whole_numel(call) * call.dtype.itemsize, frame_ratio(call.dtype, numel, spill), native_bytes)
 
 
 def pairs_are_measured(spec: CollectiveSpec, call: Call, run_zipped, state, config) -> bool:

@@ -1,0 +1,91 @@
+"""Large calls in parts, one after another: encode, transfer and decode of neighbours overlap, and frames stay within the workspace's
+bound.
+
+A part is a call of its own (status words, capacity, resend), launched in order on every rank. At most IN_FLIGHT are in flight.
+"""
+from collections import deque
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl.codec.format import TILE_ELEMS
+from ds_zipccl.collectives.registry import Call, CollectiveSpec
+from ds_zipccl.config import ZipcclConfig
+
+PART_BYTES = 64 << 20               # GPU: of the whole tensor; below it, latency would eat what overlap gains
+MAX_PARTS = 16
+IN_FLIGHT = 2
+
+
+def part_numel(row_numel: int, whole_bytes: int, on_gpu: bool, max_workspace_bytes: int) -> int:
+    """Elements of a row in each part, whole tiles: ``row_numel`` means one part, 0 that not even one tile fits.
+
+    The same on every rank: a function of size and settings. Frames of a call count as twice ``whole_bytes``: two sets, each no larger
+    than the tensor.
+    """
+    goal, fits = whole_bytes, 2 * whole_bytes <= max_workspace_bytes
+    if on_gpu and whole_bytes >= 2 * PART_BYTES:
+        goal = max(PART_BYTES, -(-whole_bytes // MAX_PARTS))
+    if goal < whole_bytes or not fits:
+        goal = min(goal, max_workspace_bytes // (2 * IN_FLIGHT))
+    if goal >= whole_bytes:
+        return row_numel
+    numel = row_numel * goal // whole_bytes // TILE_ELEMS * TILE_ELEMS
+    return row_numel if fits and numel == 0 else min(numel, row_numel)
+
+
+def _part_numel(spec: CollectiveSpec, call: Call, config: ZipcclConfig) -> int:
+    return part_numel(spec.row_numel(call), spec.whole_numel(call) * call.dtype.itemsize, call.device.type == "cuda",
+                      config.max_workspace_bytes)
+
+
+def can_fit(spec: CollectiveSpec, call: Call, config: ZipcclConfig) -> bool:
+    """Whether a call that is too large for the workspace can be carried out in parts."""
+    return spec.cut is not None and _part_numel(spec, call, config) > 0
+
+
+def cut(spec: CollectiveSpec, call: Call, config: ZipcclConfig) -> list[Call]:
+    """The parts of a call whose tensors are dense; a call that stays whole is its only part."""
+    part = _part_numel(spec, call, config) if spec.cut is not None else spec.row_numel(call)
+    return [call] if part >= spec.row_numel(call) else spec.cut(call, part)
+
+
+def ranges(numel: int, count: int) -> list[tuple[int, int]]:
+    """``count`` ranges (start, end) of whole tiles that cover ``numel`` elements; of few elements the last ones may be empty."""
+    step = -(-numel // (count * TILE_ELEMS)) * TILE_ELEMS
+    return [(min(i * step, numel), min((i + 1) * step, numel)) for i in range(count)]
+
+
+class PartsWork(dist.Work):
+    """The handle of a call in parts. ``launch(part)`` returns the part's Work, or None when it was carried out already."""
+
+    def __init__(self, parts: list[Call], launch, outputs: tuple[torch.Tensor, ...], state):
+        super().__init__()
+        self._outputs, self._state, self._works = outputs, state, deque()
+        for part in parts:
+            if len(self._works) == IN_FLIGHT:
+                self._works.popleft().wait()
+            work = launch(part)
+            if work is not None:
+                self._works.append(work)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for work in self._works:                # in launch order
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all([work.is_completed() for work in self._works])
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self):
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future:
+        return self._state.completer.future(self, list(self._outputs))

@@ -71,10 +71,10 @@ class CollectiveSpec:
     ``make_tensors(rank, world, row_numel, dtype, device)``: new (output, input) whose result is exact in any order of summation, equal
     ones at every call; about ``row_numel`` elements go to one peer. ``rooted``: a call has a root. ``first_spill``: room in the
     sub-pools before anything is known of the data, as a share of the raw bytes.
-    """
     ``cut(call, part)``: smaller calls with the same result together, ``part`` elements of each row in each; None: cannot be cut.
     ``internal``: no torch collective, but what a seam uses in place of another one, which is what ``native`` runs; where it goes native the
     seam calls that, and its bytes are counted there. ``native_numel(call)``: elements of the whole tensor natively, if others.
+    """
     name: str
     family: str
     reduces: bool
@@ -95,10 +95,10 @@ class CollectiveSpec:
     pairwise: bool = False
     rooted: bool = False
     first_spill: float = 0.0
-
     cut: Callable[[Call, int], "list[Call]"] | None = None
     internal: bool = False
     native_numel: Callable[[Call], int] | None = None
+
     def make_call(self, group: dist.ProcessGroup, row_numel: int, dtype: torch.dtype, device) -> Call:
         """A call with new tensors of ``make_tensors``; the root is the last rank."""
         output, data = self.make_tensors(group.rank(), group.size(), row_numel, dtype, device)

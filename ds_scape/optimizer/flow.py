@@ -54,7 +54,7 @@ class Flow:
         self.num_steps = self.last_dense_step = 0
         self.is_watched, self.mask_overlap = False, None        # the share of the next mask that is in the present one too; if watched
         self._wire = _WIRE[params.values_dtype]
-        self._all_dense = Positions(self.layout, None)
+        self._all_dense = Positions(self.layout, transport.rank, None)
         self._positions, self._mask_message, self._arriving = self._all_dense, None, None
         self._unmasked_step = 1             # a step that has no mask: the first, and one after a mask could not be restored
 
@@ -68,7 +68,7 @@ class Flow:
 
     @torch.no_grad()
     def step(self, fresh: list[torch.Tensor], *, max_norm: float = 0.0, loss_scale: float = 1.0) -> StepResult:
-        """One step from the fresh gradients, per buffer [W * P], any float dtype, multiplied by ``loss_scale``; they are overwritten."""
+        """One step from the fresh gradients, per buffer [W * P], any float dtype, multiplied by ``loss_scale``."""
         square, bad = self._agree_on_norm(fresh, loss_scale)
         grad_norm = math.sqrt(square) if not bad else square
         step = self.num_steps + 1
@@ -162,12 +162,12 @@ class Flow:
         """Fresh gradients go into the residuals; returns the scores of the literal reading where it is asked for."""
         early = []
         for flat, gradient in zip(self.flats, fresh, strict=True):
-            gradient = residuals.scaled(gradient, factor, flat.residual.dtype)
-            residuals.accumulate(flat.residual, gradient)
+            residuals.accumulate(flat.residual, gradient, factor)
             if flat.layout.is_full:
                 continue                    # nothing to rank
             betas = flat.group["betas"]
-            scape_rule.track_square(flat.square, self._owned(flat, gradient), beta2=betas[1])
+            own = residuals.scaled(self._owned(flat, gradient), factor, flat.square.dtype)
+            scape_rule.track_square(flat.square, own, beta2=betas[1])
             if self.params.mask_statistic == "first_moment":
                 early.append(scape_rule.score_first_moment(flat.momentum, self._owned(flat, flat.residual), beta1=betas[0]))
         return early
@@ -178,7 +178,7 @@ class Flow:
         changed = []
         for i, (flat, mean) in enumerate(zip(self.flats, means, strict=True)):
             flat.advance_decay()
-            changed.append(self._owner_step(flat, mean, positions.of(self.transport.rank, i)))
+            changed.append(self._owner_step(flat, mean, positions.own[i]))
         gather_weights([flat.copies for flat in self.flats], changed, positions, self.transport)
 
     def _owner_step(self, flat: FlatState, mean, index) -> torch.Tensor:
@@ -206,7 +206,7 @@ class Flow:
             overdue = self.num_steps - flat.last_sync >= flat.max_age
             chosen.append(masks.select(scores, overdue, flat.layout.segments[rank]))
         if self.is_watched and not positions.dense:
-            present = [positions.of(rank, i) for i, flat in enumerate(self.flats) if not flat.layout.is_full]
+            present = [positions.own[i] for i, flat in enumerate(self.flats) if not flat.layout.is_full]
             both = sum(int(mask[index.to(mask.device)].sum()) for mask, index in zip(chosen, present, strict=True))
             self.mask_overlap = both / max(1, sum(map(len, present)))
         self._send_mask(self.codec.encode(chosen, rank).to(self.flats[0].residual.device))
@@ -219,7 +219,8 @@ class Flow:
         """The positions of the coming step; waits for the mask under way."""
         if self._positions is None:
             messages = self._arriving.wait()
-            self._positions = Positions(self.layout, [self.codec.decode(row, rank) for rank, row in enumerate(messages)])
+            decoded = [self.codec.decode(row, rank) for rank, row in enumerate(messages)]
+            self._positions = Positions(self.layout, self.transport.rank, decoded)
             self._arriving = None
         return self._positions
 

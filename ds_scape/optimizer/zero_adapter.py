@@ -192,6 +192,7 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
                               comm.get_world_size(group=self.dp_process_group))
         self.flow = Flow(flats, init_optimizer.params, transport)
         init_optimizer.attach(self.flow)
+        self._announce_memory()
         self._is_flushed = False
         self.rows: StepRows | None = None
         self.last_row: dict | None = None
@@ -206,6 +207,16 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         momentum, square = (torch.zeros_like(weight, requires_grad=False) for _ in range(2))
         last_sync = torch.zeros_like(weight, dtype=torch.int32, requires_grad=False)
         return FlatState(layout, copies, torch.zeros_like(copies, dtype=weight.dtype), weight, momentum, square, last_sync, group, params)
+
+    def _announce_memory(self) -> None:
+        """Rank 0 says what SCAPE holds on this rank beyond dense ZeRO with gradients of the same type."""
+        layout, flats = self.flow.layout, self.flow.flats
+        residual = sum(flat.residual.numel() * flat.residual.element_size() for flat in flats)
+        owner = sum(flat.square.numel() * 4 + flat.last_sync.numel() * 4 for flat in flats)
+        positions = 8 * sum(layout.splits(dense=False)) if layout.has_masks else 0
+        if self.flow.transport.rank == 0:
+            log.info("SCAPE: %.1f MB a rank beyond dense ZeRO: residual %.1f, owner's q and ages %.1f, positions of a mask %.1f",
+                     (residual + owner + positions) / 1e6, residual / 1e6, owner / 1e6, positions / 1e6)
 
     def watch(self) -> None:
         """Statistics of every step from now on, in ``last_row`` and in the log."""

@@ -11,28 +11,24 @@ from ds_scape.update import residual as residuals
 
 
 class Positions:
-    """The coordinates of one step, for all owners: what to take from the residuals and where to put the weights."""
+    """The coordinates of one step. Per buffer, int64 ascending, None where all are meant: ``whole``, in the whole buffer, for all owners:
+    what to take from the residual and where to put weights; ``own``, in ``rank``'s partition: what it owns of them."""
 
-    def __init__(self, layout: Layout, masks: list[list[torch.Tensor]] | None):
-        """masks[rank][j]: positions in rank's partition of the j-th buffer that is not full; None for a dense step."""
+    def __init__(self, layout: Layout, rank: int, masks: list[list[torch.Tensor]] | None):
+        """masks[r][j]: positions in r's partition of the j-th buffer that is not full; None for a dense step."""
         self.dense = masks is None
         self.splits = layout.splits(self.dense)
-        self.counts = [layout.counts(rank, self.dense) for rank in range(layout.world_size)]
-        self.whole, self.own = [], []           # per buffer: int64 positions in the whole buffer, and per rank in its partition; or None
+        self.counts = [layout.counts(r, self.dense) for r in range(layout.world_size)]
+        self.whole, self.own = [], []
         masked = 0
         for flat in layout.flats:
             if self.dense or flat.is_full:
                 self.whole.append(None)
                 self.own.append(None)
                 continue
-            parts = [masks[rank][masked] for rank in range(layout.world_size)]
-            self.own.append(parts)
-            self.whole.append(torch.cat([part + rank * flat.partition_numel for rank, part in enumerate(parts)]))
+            self.own.append(masks[rank][masked])
+            self.whole.append(torch.cat([masks[r][masked] + r * flat.partition_numel for r in range(layout.world_size)]))
             masked += 1
-
-    def of(self, rank: int, flat: int) -> torch.Tensor | None:
-        """Positions in rank's partition of a buffer; None: all of it."""
-        return None if self.own[flat] is None else self.own[flat][rank]
 
 
 @torch.no_grad()

@@ -1,21 +1,23 @@
 """A worker's residual: the gradient that it has not sent yet. What is sent and what is kept add up to what came in, bit for bit."""
 import torch
 
+#: Elements converted at a time: 64 MiB in fp32.
+CHUNK = 1 << 24
 WIRE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @torch.no_grad()
 def scaled(gradient: torch.Tensor, factor: float, dtype: torch.dtype) -> torch.Tensor:
-    """``factor * gradient`` in ``dtype``, one rounding; ``gradient`` itself is overwritten where it has that dtype. factor: clipping and
-    loss scale in one number, never applied to what is in a residual already."""
-    gradient = gradient.to(dtype)
-    return gradient if factor == 1.0 else gradient.mul_(factor)
+    """``factor * gradient`` in ``dtype``, one rounding; ``gradient`` itself where that changes nothing. factor: clipping and loss scale in
+    one number, never applied to what is in a residual already."""
+    return gradient.to(dtype) if factor == 1.0 else gradient.to(dtype, copy=True).mul_(factor)
 
 
 @torch.no_grad()
-def accumulate(residual: torch.Tensor, gradient: torch.Tensor) -> None:
-    """``residual += gradient``, [n] both of one dtype."""
-    residual.add_(gradient)
+def accumulate(residual: torch.Tensor, gradient: torch.Tensor, factor: float) -> None:
+    """``residual += scaled(gradient, factor)``, [n], piece by piece, so that no second buffer of this size comes into being."""
+    for part, fresh in zip(residual.split(CHUNK), gradient.split(CHUNK), strict=True):
+        part.add_(fresh if factor == 1.0 else scaled(fresh, factor, residual.dtype))
 
 
 @torch.no_grad()
@@ -26,11 +28,11 @@ def take(residual: torch.Tensor, index: torch.Tensor | None, wire: torch.dtype) 
     a number and its rounding to fewer bits is representable. (A residual beyond the largest wire value would become infinite; it cannot
     come from finite gradients of less than 3e38.)
     """
-    before = residual if index is None else residual[index]
-    values = before.to(wire, copy=True)
-    after = before - values.to(residual.dtype)
     if index is None:
-        residual.copy_(after)
-    else:
-        residual[index] = after
+        values = residual.to(wire, copy=True)
+        residual.sub_(values)               # in the residual's precision, whatever the wire's
+        return values
+    before = residual[index]
+    values = before.to(wire, copy=True)
+    residual[index] = before.sub_(values)
     return values

@@ -129,7 +129,7 @@ def test_sent_and_kept_add_up_to_what_came_in(wire, gradient_dtype, factor, ever
     came = before + (gradient.float() * torch.tensor(factor) if factor != 1 else gradient.float())
     assert torch.isfinite(came).all()
     kept = before.clone()
-    residual.accumulate(kept, residual.scaled(gradient.clone(), factor, torch.float32))
+    residual.accumulate(kept, gradient.clone(), factor)
     assert_same_bits(kept, came, "accumulated")
     index = None if everything else torch.randperm(n, generator=torch.Generator().manual_seed(3))[:n // 10].sort().values
     sent = residual.take(kept, index, residual.WIRE_DTYPES[wire])

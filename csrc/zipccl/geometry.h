@@ -17,6 +17,7 @@ typedef unsigned char uint8_t;
 
 // Bytes unless said otherwise. The `last_` fields describe the last tile, which may have fewer blocks.
 struct ZipcclGeometry {
+    int64_t level;
     int64_t dtype_code;
     int64_t itemsize;
     int64_t exponent_bits;

@@ -43,14 +43,14 @@ def best_window_escapes(x: torch.Tensor) -> int:
 
 
 def tile_escapes(frame: torch.Tensor, g: Geometry) -> torch.Tensor:
-    """Number of escapes of each tile of a zipped frame, int64 [num_tiles]."""
+    """Number of escapes (level 2: bytes of streams) of each tile of a zipped frame, int64 [num_tiles]."""
     octets = frame.as_strided((g.num_tiles, 4), (g.tile_bytes, 1), frame.storage_offset() + g.tiles_offset).to(torch.int64)
     return (octets << torch.arange(0, 32, 8, device=frame.device)).sum(1)
 
 
-def needed_bytes(num_escapes: int, dtype: DType, numel: int) -> int:
-    """What a frame of ``numel`` elements must hold: headers, codes, remainders and that many escapes, without the unused slots and
-    sub-pools of a size known beforehand."""
-    g = fmt.layout(dtype, numel, 0, 0)
+def needed_bytes(num_escapes: int, dtype: DType, numel: int, level: int = 1) -> int:
+    """What a frame of ``numel`` elements must hold: headers, codes, remainders and that many escapes (level 2: bytes of streams), without
+    the unused slots and sub-pools of a size known beforehand."""
+    g = fmt.layout(dtype, numel, 0, 0, level=level)
     slots_by_alignment = g.escapes_capacity * max(g.num_tiles - 1, 0) + g.last_escapes_capacity
     return g.frame_bytes - slots_by_alignment + num_escapes

@@ -30,12 +30,12 @@ class Codec:
     kernels: str
 
     @classmethod
-    def of(cls, dtype: torch.dtype, numel: int, device_type: str, *, escapes_per_block: int = fmt.DEFAULT_ESCAPES_PER_BLOCK,
-           spill_per_tile: int = fmt.DEFAULT_SPILL_PER_TILE, window_lo: int = -1, kernels: str = "best") -> "Codec":
-        """The codec for rows of ``numel`` elements. Raises KeyError for a dtype outside the table, KernelError for
-        unusable kernels."""
-        geometry = fmt.layout(BY_TORCH[dtype], numel, escapes_per_block, spill_per_tile, window_lo)
-        return cls(geometry, loader.resolve(kernels, device_type))
+    def of(cls, dtype: torch.dtype, numel: int, device_type: str, *, escapes_per_block: int | None = None,
+           spill_per_tile: int = fmt.DEFAULT_SPILL_PER_TILE, window_lo: int = -1, level: int = 1, kernels: str = "best") -> "Codec":
+        """The codec for rows of ``numel`` elements; see ``format.layout``. Raises KeyError for a dtype outside the table, ValueError for a
+        level that the dtype does not have, KernelError for kernels that are unusable or do not know the level."""
+        geometry = fmt.layout(BY_TORCH[dtype], numel, escapes_per_block, spill_per_tile, window_lo, level)
+        return cls(geometry, loader.resolve(kernels, device_type, level))
 
     @property
     def frame_bytes(self) -> int:
@@ -63,7 +63,9 @@ class Codec:
         return self if plain == self.geometry.header else replace(self, geometry=self.geometry._replace(header=plain))
 
     def giving(self, window_lo: int) -> "Codec":
-        """The same codec with another given window (-1: none) in what it encodes."""
+        """The same codec with another given window (-1: none) in what it encodes. Raises ValueError for one at level 2."""
+        if window_lo >= 0 and not fmt.LEVELS[self.geometry.level].given_window:
+            raise ValueError(describe("this level takes no given window", got=f"level {self.geometry.level}, window base {window_lo}"))
         header = self.geometry.header[:fmt.WINDOW_OFFSET] + bytes([window_lo + 1]) + self.geometry.header[fmt.WINDOW_OFFSET + 1:]
         return replace(self, geometry=self.geometry._replace(window_lo=window_lo, header=header))
 
@@ -80,9 +82,12 @@ def split_status(word: int) -> tuple[bool, int]:
     return bool(word & fmt.OVERFLOW_BIT), word & fmt.NEED_MASK
 
 
-def compress(x: torch.Tensor, *, kernels: str = "best", escapes_per_block: int = fmt.DEFAULT_ESCAPES_PER_BLOCK,
+def compress(x: torch.Tensor, *, kernels: str = "best", level: int = 1, escapes_per_block: int | None = None,
              spill_per_tile: int = fmt.DEFAULT_SPILL_PER_TILE, window_lo: int = -1, integrity: str = "off") -> torch.Tensor:
     """A self-describing frame, uint8 [bytes], of a dense tensor of any dtype, shape and strides, on its device.
+
+    ``level``: 1, or 2 for smaller frames that take longer to make; a dtype without level 2 (``dtypes.TABLE``) takes level 1. Level 2 has
+    no ``window_lo``: ValueError.
 
     Starts with the given capacity, repeats once with the capacity that fits the data best, and stores raw (mode 1) what
     that does not make smaller than raw or whose dtype the codec does not know. The result is never longer than
@@ -94,8 +99,10 @@ def compress(x: torch.Tensor, *, kernels: str = "best", escapes_per_block: int =
     """
     if integrity not in INTEGRITY:
         raise ValueError(describe("unknown integrity setting", got=integrity, expected=" or ".join(INTEGRITY)))
+    if level not in fmt.LEVELS:
+        raise ValueError(describe("unknown compression level", got=level, expected=" or ".join(map(str, fmt.LEVELS))))
     flat = _flat(x)
-    options = kernels, escapes_per_block, spill_per_tile, window_lo
+    options = kernels, level, escapes_per_block, spill_per_tile, window_lo
     frame = _zero_block_frame(flat, *options)
     if frame is None:
         frame = _plain_frame(flat, *options)
@@ -113,12 +120,14 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-def _zipped_frame(flat: torch.Tensor, kernels: str, escapes_per_block: int, spill_per_tile: int, window_lo: int) -> torch.Tensor | None:
+def _zipped_frame(flat: torch.Tensor, kernels: str, level: int, escapes_per_block: int | None, spill_per_tile: int,
+                  window_lo: int) -> torch.Tensor | None:
     """None when a raw frame is as small, or the dtype is not in the table."""
-    raw_bytes = fmt.raw_frame_bytes(flat.nbytes)
-    for _ in range(2 if flat.dtype in BY_TORCH else 0):
+    dtype, raw_bytes = BY_TORCH.get(flat.dtype), fmt.raw_frame_bytes(flat.nbytes)
+    level = dtype.level(level) if dtype else level
+    for _ in range(2 if dtype else 0):
         codec = Codec.of(flat.dtype, flat.numel(), flat.device.type, escapes_per_block=escapes_per_block,
-                         spill_per_tile=spill_per_tile, window_lo=window_lo, kernels=kernels)
+                         spill_per_tile=spill_per_tile, window_lo=window_lo, level=level, kernels=kernels)
         if codec.frame_bytes >= raw_bytes:
             return None
         frames = codec.empty_frames(1, flat.device)
@@ -127,7 +136,7 @@ def _zipped_frame(flat: torch.Tensor, kernels: str, escapes_per_block: int, spil
         if not split_status(int(status))[0]:
             return frames[0]
         counts = tile_escapes(frames[0], codec.geometry)
-        escapes_per_block, spill_per_tile = best_capacity(counts, BY_TORCH[flat.dtype], flat.numel())
+        escapes_per_block, spill_per_tile = best_capacity(counts, dtype, flat.numel(), level)
     return None
 
 
@@ -248,7 +257,7 @@ def _codec_of(header: fmt.Header, flat: torch.Tensor, kernels: str) -> Codec | N
     if header.mode == fmt.MODE_RAW:
         return None
     return Codec.of(flat.dtype, flat.numel(), flat.device.type, escapes_per_block=header.escapes_per_block,
-                    spill_per_tile=header.spill_per_tile, window_lo=header.window_lo, kernels=kernels)
+                    spill_per_tile=header.spill_per_tile, window_lo=header.window_lo, level=header.level, kernels=kernels)
 
 
 def _decompress_plain(frame: torch.Tensor, head: bytes, header: fmt.Header, flat: torch.Tensor, kernels: str) -> None:
@@ -273,7 +282,7 @@ def _decompress_zero_blocks(frame: torch.Tensor, header: fmt.Header, flat: torch
     inner_head, inner = _read_header(frame[start:], packed)
     if inner.mode == fmt.MODE_ZERO_BLOCKS or inner.checksum_kind:
         raise FrameError(describe("corrupt frame: the frame inside it is of another kind", got=f"mode {inner.mode}",
-                                  expected="0 or 1, no checksum"))
+                                  expected="0, 1 or 3, no checksum"))
     codec = _codec_of(inner, packed, kernels)
     size = start + (codec.frame_bytes if codec else fmt.raw_frame_bytes(packed.nbytes))
     _decompress_plain(_whole(frame, size, header)[start:], inner_head, inner, packed, kernels)

@@ -13,6 +13,7 @@ class Geometry(NamedTuple):
     test compares both) and ``header`` as 128 bytes. ``last_*`` describe the last tile, which may have fewer blocks than
     the others.
     """
+    level: int                   # compression level, 1 or 2
     dtype_code: int
     itemsize: int
     exponent_bits: int

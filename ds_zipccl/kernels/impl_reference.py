@@ -5,6 +5,7 @@ They run on any device and hold a few temporaries of 4 to 8 bytes an element for
 import torch
 
 from ds_zipccl.errors import FrameError
+from ds_zipccl.kernels import reference_level2 as level2
 from ds_zipccl.kernels.geometry import Geometry
 from ds_zipccl.kernels.rank_order import sum_in_order
 from zipscape.errors import describe
@@ -13,6 +14,8 @@ BLOCK = 1024
 ZERO_MODE = 1
 ZERO_CODE = 7
 SPILL_UNIT = 4               # bytes
+CODE_BYTES = {1: 384, 2: level2.CODE_BYTES}          # of a block, by level
+levels = (1, 2)
 _INT_VIEW = {2: torch.int16, 4: torch.int32}
 
 
@@ -100,7 +103,7 @@ def _tiles(frame: torch.Tensor, g: Geometry, first: int, count: int, last: bool)
     start = g.tiles_offset + first * g.tile_bytes
     tiles = frame.narrow(0, start, count * end).view(count, end)
     return (tiles[:, :16], tiles[:, 16:escapes].unflatten(1, (nb, 4)), tiles[:, escapes:codes],
-            tiles[:, codes:extra].unflatten(1, (nb, 384)),
+            tiles[:, codes:extra].unflatten(1, (nb, CODE_BYTES[g.level])),
             tiles[:, extra:planes].unflatten(1, (nb, 384)) if g.extra_plane else None,
             tiles[:, planes:].unflatten(1, (nb, g.byte_planes, BLOCK)))
 
@@ -126,6 +129,17 @@ def _pool(frame: torch.Tensor, g: Geometry, group: int) -> torch.Tensor:
     return frame.narrow(0, g.pools_offset + group * g.pool_bytes, size)
 
 
+def _encode_blocks(exponents: torch.Tensor, present: torch.Tensor, g: Geometry):
+    """Window bases, block modes [tile, block] and packed codes [tile, block, bytes] of blocks [tile, block, 1024]; then what goes to the
+    slots: its bytes per block [tile, block], and each tile's own."""
+    lo, mode = _window(exponents, present, g)
+    codes = torch.where(present, _codes(exponents, lo, mode), 1)
+    escaped = _scan_order(codes == 0).flatten(1)                     # [tile, block * lane * half * pair]
+    scanned = _scan_order(exponents).flatten(1)
+    return lo[..., 0], mode[..., 0], _pack_codes(codes), (codes == 0).sum(-1), [e[m].to(torch.uint8)
+                                                                               for e, m in zip(scanned, escaped, strict=True)]
+
+
 def _encode_run(x: torch.Tensor, frame: torch.Tensor, g: Geometry, run) -> tuple[list[torch.Tensor], int]:
     """Writes one run of tiles but for spill offsets; returns each tile's escapes and the run's need."""
     first, count, last = run
@@ -139,22 +153,18 @@ def _encode_run(x: torch.Tensor, frame: torch.Tensor, g: Geometry, run) -> tuple
     exponents = bits >> g.mantissa_bits & ((1 << g.exponent_bits) - 1)
     remainder = bits >> (g.exponent_bits + g.mantissa_bits) << g.mantissa_bits | bits & ((1 << g.mantissa_bits) - 1)
 
-    lo, mode = _window(exponents, present, g)
-    codes = torch.where(present, _codes(exponents, lo, mode), 1)
-    codes_out.copy_(_pack_codes(codes))
+    encode_blocks = level2.encode_blocks if g.level == 2 else _encode_blocks
+    lo, mode, codes, counts, escapes = encode_blocks(exponents, present, g)
+    codes_out.copy_(codes)
     if extra_out is not None:
         extra_out.copy_(_pack_codes(remainder >> 8))
     for plane in range(g.byte_planes):
         planes_out[:, :, plane] = (remainder >> 8 * plane & 255).to(torch.uint8)
 
-    escaped = _scan_order(codes == 0).flatten(1)                     # [tile, block * lane * half * pair]
-    scanned = _scan_order(exponents).flatten(1)
-    counts = (codes == 0).sum(-1)
-    block_head.copy_(_u32_bytes(lo[..., 0] | mode[..., 0] << 8 | counts << 16))
+    block_head.copy_(_u32_bytes(lo | mode << 8 | counts << 16))
     head.zero_()
     head[:, :4] = _u32_bytes(counts.sum(-1))
     slots.zero_()
-    escapes = [scanned[t][escaped[t]].to(torch.uint8) for t in range(count)]
     for t, e in enumerate(escapes):
         slots[t, :min(e.numel(), slots.shape[1])] = e[:slots.shape[1]]
     need = int((-(-counts.sum(-1) // nb)).max())
@@ -201,35 +211,52 @@ def _corrupt(what: str, **detail) -> FrameError:
     return FrameError(describe(f"corrupt frame: {what}", **detail))
 
 
-def _decode_run(frame: torch.Tensor, pool: torch.Tensor, g: Geometry, run) -> torch.Tensor:
-    """The bit patterns, int64 [elements], of one run of tiles."""
-    first, count, last = run
-    nb = g.last_blocks if last else g.tile_blocks
-    head, block_head, slots, codes_in, extra_in, planes_in = _tiles(frame, g, first, count, last)
-    words = _u32(block_head)
-    lo, mode, counts = (words & 255)[..., None], (words >> 8 & 255)[..., None], words >> 16
-    codes = _unpack_codes(codes_in)
-    totals = _u32(head[:, :4])
-    if not torch.equal(counts, (codes == 0).sum(-1)):
-        raise _corrupt("a block's escape count differs from its codes", where=f"tiles {first}..{first + count - 1}")
-    if not torch.equal(totals, counts.sum(-1)):
-        raise _corrupt("a tile's escape count differs from its blocks'", where=f"tiles {first}..{first + count - 1}")
-    if bool((mode > 1).any()) or bool((lo > (1 << g.exponent_bits) - 8).any()):
-        raise _corrupt("block mode or window base out of range", where=f"tiles {first}..{first + count - 1}")
-
-    exponents = torch.where((mode == ZERO_MODE) & (codes == ZERO_CODE), 0, lo + codes)
-    scanned, escaped = _scan_order(exponents).flatten(1), _scan_order(codes == 0).flatten(1)
-    offsets = _u32(head[:, 4:8])
-    for t in range(count):
-        num, offset = int(totals[t]), int(offsets[t])
+def _stored(slots: torch.Tensor, pool: torch.Tensor, totals: list[int], offsets: list[int], g: Geometry, first: int) -> list[torch.Tensor]:
+    """Of each of a run's tiles, the bytes in its slots and in its group's sub-pool, one after the other."""
+    stored = []
+    for t, (num, offset) in enumerate(zip(totals, offsets, strict=True)):
         spill = max(num - slots.shape[1], 0)
         if spill and offset + spill > pool.numel():
             raise _corrupt("a tile's spill lies outside its sub-pool", got=offset + spill, expected=f"<= {pool.numel()}",
                            where=f"tile {first + t}")
-        if num:
-            stored = torch.cat([slots[t, :num], pool[offset:offset + spill]]).to(torch.int64)
-            scanned[t] = scanned[t].masked_scatter(escaped[t], stored)
-    exponents = _element_order(scanned.unflatten(1, (nb, 32, 2, 16)))
+        if spill and g.level == 2 and offset % level2.STREAM_UNIT:
+            raise _corrupt("a tile's spill starts within a word", got=offset, expected="a multiple of 4", where=f"tile {first + t}")
+        stored.append(torch.cat([slots[t, :num], pool[offset:offset + spill]]))
+    return stored
+
+
+def _decode_blocks(codes: torch.Tensor, lo: torch.Tensor, mode: torch.Tensor, stored: list[torch.Tensor]) -> torch.Tensor:
+    """Exponents of blocks from codes [tile, block, 1024] and each tile's escapes."""
+    exponents = torch.where((mode == ZERO_MODE) & (codes == ZERO_CODE), 0, lo + codes)
+    scanned, escaped = _scan_order(exponents).flatten(1), _scan_order(codes == 0).flatten(1)
+    for t, escapes in enumerate(stored):
+        if escapes.numel():
+            scanned[t] = scanned[t].masked_scatter(escaped[t], escapes.to(torch.int64))
+    return _element_order(scanned.unflatten(1, (codes.shape[1], 32, 2, 16)))
+
+
+def _decode_run(frame: torch.Tensor, pool: torch.Tensor, g: Geometry, run) -> torch.Tensor:
+    """The bit patterns, int64 [elements], of one run of tiles."""
+    first, count, last = run
+    head, block_head, slots, codes_in, extra_in, planes_in = _tiles(frame, g, first, count, last)
+    words = _u32(block_head)
+    lo, mode, counts = (words & 255)[..., None], (words >> 8 & 255)[..., None], words >> 16
+    totals, where = _u32(head[:, :4]), f"tiles {first}..{first + count - 1}"
+    codes = _unpack_codes(codes_in) if g.level == 1 else None
+    if codes is not None and not torch.equal(counts, (codes == 0).sum(-1)):
+        raise _corrupt("a block's escape count differs from its codes", where=where)
+    if not torch.equal(totals, counts.sum(-1)):
+        raise _corrupt("a tile's escape count differs from its blocks'", where=where)
+    top_lo, top_mode = ((1 << g.exponent_bits) - 8, ZERO_MODE) if g.level == 1 else (level2.TOP_LO, level2.TOP_MODE)
+    if bool((mode > top_mode).any()) or bool((lo > top_lo).any()):
+        raise _corrupt("block mode or window base out of range", where=where)
+    stored = _stored(slots, pool, totals.tolist(), _u32(head[:, 4:8]).tolist(), g, first)
+    if codes is None:
+        exponents, lengths = level2.decode_blocks(codes_in, lo[..., 0], mode[..., 0], counts, stored)
+        if not torch.equal(counts, lengths):
+            raise _corrupt("a block's stream is not as long as its header says", where=where)
+    else:
+        exponents = _decode_blocks(codes, lo, mode, stored)
 
     remainder = torch.zeros_like(exponents)
     for plane in range(g.byte_planes):
@@ -254,9 +281,10 @@ def _decode_frame(frame: torch.Tensor, out: torch.Tensor, g: Geometry) -> None:
 
 def check_header(data: bytes, g: Geometry) -> None:
     """Raises FrameError unless the header is the geometry's own, without overflow. A given window (byte 7) is its writer's: any valid
-    one will do."""
-    if data[7] > (1 << g.exponent_bits) - 7:
-        raise _corrupt("its given window is out of range", got=f"byte 7 = {data[7]}", expected=f"<= {(1 << g.exponent_bits) - 7}")
+    one will do, at level 2 none."""
+    top = (1 << g.exponent_bits) - 7 if g.level == 1 else 0
+    if data[7] > top:
+        raise _corrupt("its given window is out of range", got=f"byte 7 = {data[7]}", expected=f"<= {top}")
     if data[:7] != g.header[:7] or data[8:20] != g.header[8:20] or data[24:] != g.header[24:]:
         at = next(i for i in range(128) if data[i] != g.header[i] and i != 7 and not 20 <= i < 24)
         raise _corrupt("its header is not what this call expects", got=f"byte {at} = {data[at]}", expected=g.header[at])

@@ -34,31 +34,35 @@ def load(name: str) -> str | None:
     return f"there is no kernel set of this name; known: {', '.join(NAMES)}"
 
 
-def resolve(requested: str, device_type: str) -> str:
-    """The name of the kernel set to use on ``device_type`` ("cpu" or "cuda").
+def resolve(requested: str, device_type: str, level: int = 1) -> str:
+    """The name of the kernel set to use on ``device_type`` ("cpu" or "cuda") at a compression level.
 
     ``requested`` "best" takes the first available of PREFERENCE and logs once what it had to pass over; any other name
-    is taken literally. Raises KernelError when the named set is not available or does not serve the device.
+    is taken literally. Raises KernelError when the named set is not available, does not serve the device or does not know the level.
     """
     if requested != "best":
         reason = load(requested)
         if reason is None and device_type not in ops.kernel_set(requested).device_types:
             reason = f"it serves {' and '.join(ops.kernel_set(requested).device_types)} tensors, not {device_type}"
+        if reason is None and level not in ops.kernel_set(requested).levels:
+            reason = f"it knows level {' and '.join(map(str, ops.kernel_set(requested).levels))} alone, not level {level}"
         if reason is not None:
             raise KernelError(describe(f"kernels {requested!r} were asked for and cannot be used", got=reason,
                                        todo='repair the build, or set "kernels": "best" to take what works'))
         return requested
-    return _best(device_type)
+    return _best(device_type, level)
 
 
 @functools.cache
-def _best(device_type: str) -> str:
+def _best(device_type: str, level: int) -> str:
     for name, device_types, _ in PREFERENCE:
         if device_type not in device_types:
             continue
         reason = load(name)
         if reason is None:
-            return name
+            if level in ops.kernel_set(name).levels:
+                return name
+            reason = f"they do not know level {level}"
         log.warning("kernels %r are not available, slower ones are used: %s", name, reason)
     raise KernelError(describe("no kernel set serves this device", got=device_type, expected="cpu or cuda"))
 

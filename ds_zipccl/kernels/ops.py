@@ -37,10 +37,11 @@ def register(name: str, functions, device_types: tuple[str, ...]) -> None:
 
     A set whose decode cannot raise without waiting for its device also has ``raise_on_error(device)``, which waits and raises
     FrameError for what was decoded since the last call; ``None`` where decode raises by itself. ``isa`` (CPU) or ``built_by`` (GPU), where
-    a set has it, says which of its builds is in use.
+    a set has it, says which of its builds is in use. ``levels``, where it is not (1,): the compression levels it knows.
     """
     _SETS[name] = SimpleNamespace(name=name, device_types=device_types, raise_on_error=getattr(functions, "raise_on_error", None),
                                   built=getattr(functions, "isa", None) or getattr(functions, "built_by", None),
+                                  levels=getattr(functions, "levels", (1,)),
                                   **{f: getattr(functions, f) for f in FUNCTIONS})
 
 
@@ -52,8 +53,11 @@ def kernel_set(name: str) -> SimpleNamespace:
     return _SETS[name]
 
 
-def _check(name: str, *tensors: torch.Tensor) -> SimpleNamespace:
+def _check(name: str, g: Geometry, *tensors: torch.Tensor) -> SimpleNamespace:
     chosen = kernel_set(name)
+    if g.level not in chosen.levels:
+        raise KernelError(describe(f"kernel set {name!r} does not know this compression level", got=g.level,
+                                   expected=" or ".join(map(str, chosen.levels))))
     for t in tensors:
         if t.device.type not in chosen.device_types:
             raise KernelError(describe(f"kernel set {name!r} does not serve this device", got=str(t.device),
@@ -70,7 +74,7 @@ def _constants(g: Geometry) -> list[int]:
 
 def encode(x: torch.Tensor, frames: torch.Tensor, status: torch.Tensor, g: Geometry, skip: int = -1, *, kernels: str) -> None:
     """Encodes the rows of ``x`` (module docstring) with the named kernel set."""
-    chosen = _check(kernels, x, frames, status)
+    chosen = _check(kernels, g, x, frames, status)
     if x.shape != (frames.shape[0], g.numel) or frames.shape[1] < g.frame_bytes:
         raise KernelError(describe("encode: shapes do not match", got=(tuple(x.shape), tuple(frames.shape)),
                                    expected=f"[P, {g.numel}] and [P, >= {g.frame_bytes}]"))
@@ -82,7 +86,7 @@ def encode(x: torch.Tensor, frames: torch.Tensor, status: torch.Tensor, g: Geome
 
 def decode(frames: torch.Tensor, out: torch.Tensor, g: Geometry, skip: int = -1, *, kernels: str) -> None:
     """Decodes the frames into the rows of ``out`` (module docstring) with the named kernel set."""
-    chosen = _check(kernels, frames, out)
+    chosen = _check(kernels, g, frames, out)
     if out.shape != (frames.shape[0], g.numel) or frames.shape[1] < g.frame_bytes:
         raise KernelError(describe("decode: shapes do not match", got=(tuple(frames.shape), tuple(out.shape)),
                                    expected=f"[P, >= {g.frame_bytes}] and [P, {g.numel}]"))
@@ -95,7 +99,7 @@ def decode(frames: torch.Tensor, out: torch.Tensor, g: Geometry, skip: int = -1,
 def decode_reduce(frames: torch.Tensor, own: torch.Tensor, own_index: int, out: torch.Tensor, g: Geometry, *,
                   kernels: str) -> None:
     """Sums decoded frames and ``own`` in row order into ``out`` (module docstring) with the named kernel set."""
-    chosen = _check(kernels, frames, own, out)
+    chosen = _check(kernels, g, frames, own, out)
     if own.shape != (g.numel,) or out.shape != (g.numel,) or frames.shape[1] < g.frame_bytes \
             or not 0 <= own_index < frames.shape[0]:
         raise KernelError(describe("decode_reduce: shapes do not match",

@@ -4,11 +4,14 @@ import torch
 
 from ds_zipccl.codec import format as fmt
 from ds_zipccl.codec.codec import Codec, compress, decompress, split_status
-from ds_zipccl.codec.dtypes import BY_TORCH
+from ds_zipccl.codec.dtypes import BY_TORCH, TABLE
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = pytest.mark.parametrize("dtype", (BF16, FP16, FP32), ids=("bf16", "fp16", "fp32"))
+LEVELS = pytest.mark.parametrize("level", (1, 2), ids=("level1", "level2"))
+FORMATS = pytest.mark.parametrize("dtype, level", [(row.torch_dtype, level) for row in TABLE for level in row.levels],
+                                  ids=[f"{row.name}-level{level}" for row in TABLE for level in row.levels])
 CANARY = 0xA5
 GUARD = 256
 
@@ -39,12 +42,12 @@ def guarded_copy(x: torch.Tensor, offset: int = 0) -> torch.Tensor:
     return copy
 
 
-def zip_frame(x: torch.Tensor, kernels: str, capacity=(fmt.DEFAULT_ESCAPES_PER_BLOCK, fmt.DEFAULT_SPILL_PER_TILE),
-              window_lo: int = -1) -> torch.Tensor:
+def zip_frame(x: torch.Tensor, kernels: str, capacity=(None, fmt.DEFAULT_SPILL_PER_TILE), window_lo: int = -1,
+              level: int = 1) -> torch.Tensor:
     """A zipped frame of flat ``x``, raw or not paying notwithstanding; the capacity the data needs when this one overflows."""
     for _ in range(2):
         codec = Codec.of(x.dtype, x.numel(), "cpu", escapes_per_block=capacity[0], spill_per_tile=capacity[1],
-                         window_lo=window_lo, kernels=kernels)
+                         window_lo=window_lo, level=level, kernels=kernels)
         frame, status = Guarded(codec.frame_bytes), torch.full((1,), -1, dtype=torch.int32)
         codec.encode(x.view(1, -1), frame.data.view(1, -1), status)
         frame.assert_untouched(f"{kernels}: frame of {x.numel()} x {x.dtype}")
@@ -67,15 +70,17 @@ def header_of(frame: torch.Tensor) -> fmt.Header:
     return fmt.parse_header(bytes(frame[:fmt.HEADER_BYTES].tolist()))
 
 
-def round_trip(x: torch.Tensor, kernels: str, where: str = "") -> torch.Tensor:
+def round_trip(x: torch.Tensor, kernels: str, where: str = "", level: int = 1) -> torch.Tensor:
     """Flat ``x`` through ``compress``, and zipped if that chose raw; both must give its bits. Returns the stored frame."""
-    where = f"{kernels}, {x.numel()} x {x.dtype} {where}"
+    where = f"{kernels}, level {level}, {x.numel()} x {x.dtype} {where}"
     before = x.clone()
-    frame = compress(x, kernels=kernels)
+    frame = compress(x, kernels=kernels, level=level)
     assert frame.numel() <= fmt.raw_frame_bytes(x.nbytes), f"{frame.numel()} bytes, {where}"
     assert_same_bits(unzip(frame, x, kernels), x, f"stored, {where}")
     if x.dtype in BY_TORCH and header_of(frame).mode == fmt.MODE_RAW:
-        assert_same_bits(unzip(zip_frame(x, kernels), x, kernels), x, f"zipped, {where}")
+        assert_same_bits(unzip(zip_frame(x, kernels, level=level), x, kernels), x, f"zipped, {where}")
+    elif x.dtype in BY_TORCH and header_of(frame).mode != fmt.MODE_ZERO_BLOCKS:
+        assert header_of(frame).level == level, where
     assert_same_bits(x, before, f"the input was changed, {where}")
     return frame
 

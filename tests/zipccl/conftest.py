@@ -1,13 +1,16 @@
 """The fixture of the codec's tests: every kernel set that serves the CPU, by name."""
 import pytest
 
-from ds_zipccl.kernels import loader
+from ds_zipccl.kernels import loader, ops
 
 
 @pytest.fixture(params=[name for name, device_types, _ in loader.PREFERENCE if "cpu" in device_types])
 def kernels(request) -> str:
-    """A set that cannot be built here is skipped with its reason."""
+    """A set that cannot be built here, or that does not know the test's ``level``, is skipped with its reason."""
     reason = loader.load(request.param)
     if reason is not None:
         pytest.skip(f"kernels {request.param!r}: {reason}")
+    level = getattr(request.node, "callspec", request).params.get("level", 1)
+    if level not in ops.kernel_set(request.param).levels:
+        pytest.skip(f"kernels {request.param!r} do not know level {level}")
     return request.param

@@ -4,15 +4,16 @@ import torch
 
 from ds_zipccl.codec import format as fmt
 from ds_zipccl.codec.codec import compress, decompress
-from ds_zipccl.codec.dtypes import BY_TORCH, TABLE
+from ds_zipccl.codec.dtypes import BY_TORCH
 from tests.helpers.bits import as_ints
-from tests.zipccl.codec_cases import BF16, DTYPES, FP32, data, header_of
+from tests.zipccl.codec_cases import BF16, DTYPES, FORMATS, FP32, data, header_of
 
 GIB = 1 << 30
 
 
-def from_the_document(dtype, numel: int, c: int, s: int) -> dict[str, int]:
-    """docs/format.md, sections 2 to 4, computed once more and independently."""
+def from_the_document(dtype, numel: int, c: int, s: int, level: int) -> dict[str, int]:
+    """docs/format.md, sections 2 to 4 and 9, computed once more and independently."""
+    codes = 384 if level == 1 else 256
     blocks = (numel + 1023) // 1024
     tiles, last_blocks = (blocks + 31) // 32, blocks % 32 or (32 if blocks else 0)
 
@@ -20,7 +21,7 @@ def from_the_document(dtype, numel: int, c: int, s: int) -> dict[str, int]:
         return (n + 127) // 128 * 128
 
     def tile_bytes(nb):
-        return up(16 + 4 * nb + c * nb) + 384 * nb * (2 if dtype.extra_plane else 1) + 1024 * nb * dtype.byte_planes
+        return up(16 + 4 * nb + c * nb) + codes * nb * (2 if dtype.extra_plane else 1) + 1024 * nb * dtype.byte_planes
 
     pools_at = 128 + (tiles - 1) * tile_bytes(32) + tile_bytes(last_blocks) if tiles else 128
     groups = (tiles + 255) // 256
@@ -29,23 +30,28 @@ def from_the_document(dtype, numel: int, c: int, s: int) -> dict[str, int]:
             "pools_offset": pools_at, "frame_bytes": pools_at + pools}
 
 
-@pytest.mark.parametrize("dtype", TABLE, ids=lambda row: row.name)
-def test_layout_by_arithmetic(dtype):
+@FORMATS
+def test_layout_by_arithmetic(dtype, level):
     """C13: 0 and 123,456,789 elements, the borders, and far beyond 2^33 elements."""
+    dtype, most = BY_TORCH[dtype], 1024 if level == 1 else 1792
     for numel in (0, 1, 1023, 1024, 1025, 32768, 32769, 256 * 32768, 256 * 32768 + 1, 123_456_789, 2**31 - 1, 2**31, 2**32 + 1,
                   2**33 + 7, 2**35 + 12345, 2**40 + 3):
-        for c, s in ((35, 64), (0, 0), (1024, 65535), (7, 1)):
-            g = fmt.layout(dtype, numel, c, s)
-            for name, value in from_the_document(dtype, numel, c, s).items():
+        for c, s in ((35, 64), (0, 0), (most, 65535), (7, 1)):
+            g = fmt.layout(dtype, numel, c, s, level=level)
+            for name, value in from_the_document(dtype, numel, c, s, level).items():
                 assert getattr(g, name) == value, f"{numel} {c} {s}: {name}"
             assert g.frame_bytes % 128 == 0 and all(-(2**63) <= i < 2**63 for i in g.ints)
-            assert fmt.parse_header(g.header).numel == numel
+            header = fmt.parse_header(g.header)
+            assert (header.numel, header.level) == (numel, level)
 
 
 def test_layout_refuses_what_the_header_cannot_hold():
     for wrong in ((-1, 35, 64), (10, -1, 64), (10, 1025, 64), (10, 35, -1), (10, 35, 65536), (10, 35, 64, -2), (10, 35, 64, 249)):
         with pytest.raises(ValueError, match="layout out of range"):
             fmt.layout(BY_TORCH[BF16], *wrong)
+    for wrong in ((10, 1793, 64), (10, 95, 65536), (10, 95, 64, 0)):
+        with pytest.raises(ValueError, match="layout out of range.*level 2"):
+            fmt.layout(BY_TORCH[BF16], *wrong, level=2)
 
 
 @DTYPES

@@ -45,6 +45,15 @@ def test_numbers_of_the_format_document():
     assert g.escapes_capacity // 32 == 35 and g.escapes_capacity / 32 == 35.5
 
 
+def test_numbers_of_level_2():
+    g = fmt.layout(ROW, 256 * TILE, level=2)
+    assert (g.tile_bytes, g.escapes_capacity / 32) == (44160, 95.5)
+    assert 2 * TILE / g.tile_bytes == pytest.approx(1.4841, abs=5e-5)
+    assert 512 * TILE / g.frame_bytes == pytest.approx(1.4819, abs=1e-4)
+    assert fmt.layout(ROW, 7 * TILE, level=2).tile_bytes == 44416
+    assert fmt.layout(ROW, 8 * TILE, level=2).tile_bytes == 44160
+
+
 # ---- the Gaussian, exactly
 
 def chance_below(t: float) -> float:
@@ -259,3 +268,23 @@ def test_spill_need_is_what_the_sub_pools_must_hold(kernels):
         frames = enough.empty_frames(2, "cpu")
         enough.encode(two, frames, status)
         assert fmt.spill_need_bytes(int(status)) == need and not int(status) & fmt.OVERFLOW_BIT and words[0] & fmt.OVERFLOW_BIT
+
+
+@pytest.mark.parametrize("level", [2])
+def test_level_2_of_gaussians_fits_its_slots(kernels, level):
+    """Every phase of sigma at the default capacity: no overflow in 16 tiles, and what docs/format.md, section 9, says of them."""
+    numel = 16 * TILE
+    for step in range(0, 16, 1 if kernels != "reference" else 5):
+        x = gaussian(numel, 100 + step, FP32).mul_(0.02 * 2 ** (step / 16)).to(BF16)
+        overflow, num_bytes = statistics(x, kernels, level=level)
+        assert not overflow, f"phase {step}"
+        assert 1.482 < x.nbytes / needed_bytes(num_bytes, ROW, numel, level) < 1.493, f"phase {step}"
+
+
+@pytest.mark.parametrize("level", [2])
+def test_level_2_is_smaller_on_everything_that_compresses(kernels, level):
+    numel = 2 * TILE if kernels == "reference" else 8 * TILE
+    for kind in ("gaussian", "10% zeros", "60% zeros", "mixed scales", "zero rows"):
+        x = data(kind, BF16, numel, 3)
+        sizes = [compress(x, kernels=kernels, level=asked).numel() for asked in (1, level)]
+        assert sizes[1] < 0.99 * sizes[0], f"{kind} {sizes}"

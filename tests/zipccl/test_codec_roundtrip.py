@@ -9,20 +9,20 @@ from ds_zipccl.codec.codec import compress, decompress
 from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.errors import FrameError
 from tests.helpers.bits import all_bf16_patterns, as_ints, assert_same_bits, random_bits
-from tests.zipccl.codec_cases import BF16, DTYPES, FP16, FP32, KINDS, data, header_of, nans, round_trip, unzip, zip_frame
+from tests.zipccl.codec_cases import BF16, FORMATS, FP16, FP32, KINDS, LEVELS, data, header_of, nans, round_trip, unzip, zip_frame
 
 TILE = fmt.TILE_ELEMS
 
 
-@pytest.mark.parametrize("dtype", (BF16, FP16), ids=("bf16", "fp16"))
-def test_every_16_bit_pattern(kernels, dtype):
+@pytest.mark.parametrize("dtype, level", ((BF16, 1), (BF16, 2), (FP16, 1)), ids=("bf16", "bf16-level2", "fp16"))
+def test_every_16_bit_pattern(kernels, dtype, level):
     """C01: in order, shuffled, and each one alone among Gaussians (so that it is an escape, or a code, in turn)."""
     patterns = as_ints(all_bf16_patterns()).view(dtype)
     shuffled = patterns[torch.randperm(patterns.numel(), generator=torch.Generator().manual_seed(1))]
     sparse = data("gaussian", dtype, 4 * patterns.numel(), 2)
     sparse[::4] = shuffled
     for x in (patterns, shuffled, sparse if kernels != "reference" else sparse[:TILE]):
-        assert_same_bits(unzip(zip_frame(x, kernels), x, kernels), x, kernels)
+        assert_same_bits(unzip(zip_frame(x, kernels, level=level), x, kernels), x, kernels)
 
 
 def test_fp32_patterns(kernels):
@@ -35,35 +35,36 @@ def test_fp32_patterns(kernels):
     round_trip((bits - (bits >> 31 << 32)).to(torch.int32).view(FP32), kernels)
 
 
-@DTYPES
+@FORMATS
 @pytest.mark.parametrize("kind", KINDS)
-def test_distributions(kernels, dtype, kind):
+def test_distributions(kernels, dtype, level, kind):
     """C16, C17: position dependent data of every kind, fresh in every repetition, a partial block and tile at the end."""
     for seed in range(2):
-        round_trip(data(kind, dtype, TILE + 3 * 1024 + 77 + seed, seed), kernels, kind)
+        round_trip(data(kind, dtype, TILE + 3 * 1024 + 77 + seed, seed), kernels, kind, level)
 
 
-@DTYPES
-def test_every_small_size(kernels, dtype):
+@FORMATS
+def test_every_small_size(kernels, dtype, level):
     """C04: 0 to 257 elements."""
     everything = data("specials", dtype, 2 * 258, 3)
     for numel in range(258) if dtype == BF16 else (*range(34), *range(63, 66), *range(127, 130), 255, 256, 257):
-        round_trip(everything[numel:2 * numel].contiguous(), kernels)
+        round_trip(everything[numel:2 * numel].contiguous(), kernels, level=level)
 
 
-@DTYPES
-def test_around_powers_of_two(kernels, dtype):
+@FORMATS
+def test_around_powers_of_two(kernels, dtype, level):
     """C04: 2^k - 1, 2^k, 2^k + 1 up to 2^20; for the slow reference to 2^15, and 2^20 + 1 in BF16."""
     top = 15 if kernels == "reference" else 20
     sizes = [(1 << k) + d for k in range(top + 1) for d in (-1, 0, 1)]
-    if kernels == "reference" and dtype == BF16:
+    if kernels == "reference" and dtype == BF16 and level == 1:
         sizes.append((1 << 20) + 1)
     everything = data("gaussian", dtype, max(sizes) + 64, 4)
     for i, numel in enumerate(sizes):
-        round_trip(everything[i:i + numel], kernels)
+        round_trip(everything[i:i + numel], kernels, level=level)
 
 
-def test_around_borders_of_block_tile_and_group(kernels, monkeypatch):
+@LEVELS
+def test_around_borders_of_block_tile_and_group(kernels, level, monkeypatch):
     """Groups of 2 tiles instead of 256, so that the reference reaches their borders; spill in every tile."""
     monkeypatch.setattr(fmt, "GROUP_TILES", 2)
     monkeypatch.setattr(fmt, "layout", fmt.layout.__wrapped__)
@@ -71,15 +72,15 @@ def test_around_borders_of_block_tile_and_group(kernels, monkeypatch):
     for border in (1024, 31 * 1024, TILE, TILE + 1024, 2 * TILE, 4 * TILE):
         for numel in (border - 1, border, border + 1):
             x = everything[border % 19:][:numel]
-            for capacity in ((140, 64), (0, 9000)):
-                assert_same_bits(unzip(zip_frame(x, kernels, capacity), x, kernels), x, f"{kernels} {numel} {capacity}")
+            for capacity in ((140, 64), (0, 9000)) if level == 1 else ((240, 64), (0, 16000)):
+                assert_same_bits(unzip(zip_frame(x, kernels, capacity, level=level), x, kernels), x, f"{kernels} {numel} {capacity}")
 
 
-def test_nans_keep_their_payload(kernels):
-    for dtype in (BF16, FP16, FP32):
-        x = nans(3000, 6, dtype)
-        assert x.isnan().all() and as_ints(x).unique().numel() > 100
-        round_trip(x, kernels, "NaN")
+@FORMATS
+def test_nans_keep_their_payload(kernels, dtype, level):
+    x = nans(3000, 6, dtype)
+    assert x.isnan().all() and as_ints(x).unique().numel() > 100
+    round_trip(x, kernels, "NaN", level)
 
 
 _GENERATED = st.fixed_dictionaries({
@@ -91,15 +92,16 @@ _GENERATED = st.fixed_dictionaries({
 
 @given(case=_GENERATED)
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_generated_tensors_and_layouts(kernels, case):
+@LEVELS
+def test_generated_tensors_and_layouts(kernels, level, case):
     """Any mixture of kinds, any capacity, spill and given window: exact, and `compress` never says otherwise."""
-    dtype = case["dtype"]
+    dtype = case["dtype"] if level == 1 else BF16
     pieces = [data(kind, dtype, numel, case["seed"] + i) for i, (kind, numel) in enumerate(case["pieces"])]
     x = torch.cat([torch.empty(0, dtype=dtype), *pieces])[case["skip"]:]
-    window_lo = min(case["window"], BY_TORCH[dtype].top_lo)
-    frame = zip_frame(x, kernels, case["capacity"], window_lo)
+    window_lo = min(case["window"], BY_TORCH[dtype].top_lo) if level == 1 else -1
+    frame = zip_frame(x, kernels, case["capacity"], window_lo, level)
     assert_same_bits(unzip(frame, x, kernels), x, kernels)
-    round_trip(x, kernels)
+    round_trip(x, kernels, level=level)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
@@ -157,3 +159,25 @@ def test_mixed_scales_lose_nothing(kernels):
     alone = [compress(layer.contiguous(), kernels=kernels).numel() for layer in mixed.chunk(16 if kernels != "reference" else 2)]
     assert compress(mixed, kernels=kernels).numel() <= 1.02 * sum(alone)
     assert mixed.nbytes / compress(mixed, kernels=kernels).numel() > 1.40
+
+
+def test_level_2_of_other_dtypes(kernels):
+    """``compress`` takes the highest level that there is; a layout is what it says, or an error; so is a given window."""
+    for dtype in (FP16, FP32):
+        x = data("gaussian", dtype, 3 * TILE, 11)
+        assert header_of(compress(x, kernels=kernels, level=2)).level == 1
+        with pytest.raises(ValueError, match="level 2, float"):
+            fmt.layout(BY_TORCH[dtype], 100, level=2)
+    x = data("gaussian", BF16, 3 * TILE, 11)
+    with pytest.raises(ValueError, match="unknown compression level.*3"):
+        compress(x, kernels=kernels, level=3)
+    with pytest.raises(ValueError, match="window_lo -1..-1 at level 2"):
+        fmt.layout(BY_TORCH[BF16], 100, window_lo=9, level=2)
+
+
+@LEVELS
+def test_zero_blocks_are_left_out_at_every_level(kernels, level):
+    x = data("gaussian", BF16, 2 * TILE, 12)
+    x.view(-1, 1024)[::3] = 0.0
+    frame = round_trip(x, kernels, level=level)
+    assert header_of(frame).mode == fmt.MODE_ZERO_BLOCKS and header_of(frame[fmt.HEADER_BYTES + 128:]).level == level

@@ -6,7 +6,7 @@ from ds_zipccl.codec import format as fmt
 from ds_zipccl.codec.codec import compress, decompress
 from ds_zipccl.errors import FrameError
 from tests.helpers.bits import assert_same_bits
-from tests.zipccl.codec_cases import DTYPES, Guarded, data, header_of, zip_frame
+from tests.zipccl.codec_cases import FORMATS, LEVELS, Guarded, data, header_of, zip_frame
 
 
 def refuse_every_truncation(frame: torch.Tensor, x: torch.Tensor, kernels: str) -> None:
@@ -19,11 +19,11 @@ def refuse_every_truncation(frame: torch.Tensor, x: torch.Tensor, kernels: str) 
     assert_same_bits(out.data, x)
 
 
-@DTYPES
-def test_zipped_frames(kernels, dtype):
+@FORMATS
+def test_zipped_frames(kernels, dtype, level):
     """Two blocks and a sub-pool in use: lengths in every section."""
     x = data("specials", dtype, 1100)
-    frame = zip_frame(x, kernels, (0, 2000))
+    frame = zip_frame(x, kernels, (0, 2000), level=level)
     assert header_of(frame).need > 0
     refuse_every_truncation(frame, x, kernels)
 
@@ -36,20 +36,22 @@ def test_raw_frames(kernels, numel):
     refuse_every_truncation(frame, x, kernels)
 
 
-def test_frames_with_a_checksum(kernels):
+@LEVELS
+def test_frames_with_a_checksum(kernels, level):
     x = data("gaussian", torch.bfloat16, 5000)
-    frame = compress(x, kernels=kernels, integrity="checksum")
-    assert header_of(frame).mode == fmt.MODE_ZIPPED
+    frame = compress(x, kernels=kernels, level=level, integrity="checksum")
+    assert header_of(frame).level == level
     for length in [*range(0, 129), *range(129, frame.numel(), 97), frame.numel() - 1]:
         with pytest.raises(FrameError):
             decompress(frame[:length], torch.empty_like(x), kernels=kernels)
 
 
-def test_a_longer_buffer_is_no_error(kernels):
+@LEVELS
+def test_a_longer_buffer_is_no_error(kernels, level):
     """What lies beyond the frame is not looked at, with a checksum too."""
     x = data("gaussian", torch.bfloat16, 5000)
     for integrity in ("off", "checksum"):
-        frame = compress(x, kernels=kernels, integrity=integrity)
+        frame = compress(x, kernels=kernels, level=level, integrity=integrity)
         longer = torch.cat([frame, torch.full((1000,), 0x5A, dtype=torch.uint8)])
         assert_same_bits(decompress(longer, torch.empty_like(x), kernels=kernels), x)
 

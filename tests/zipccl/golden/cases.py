@@ -20,6 +20,7 @@ class Case(NamedTuple):
     zeros_percent: int = 0
     step: int = 1
     integrity: str = "off"
+    level: int = 1
 
 
 CASES = (
@@ -38,6 +39,15 @@ CASES = (
     Case("bf16_checksum", BF16, 9000, None, integrity="checksum"),
     Case("bf16_stored_raw", BF16, 50, None),
     Case("int64_stored_raw_checksum", torch.int64, 40, None, integrity="checksum"),
+    Case("level2_worked_example", BF16, 3, (95, 0), level=2),
+    Case("level2_empty", BF16, 0, (95, 64), level=2),
+    Case("level2_three_blocks", BF16, 2500, (95, 64), level=2),
+    Case("level2_spread", BF16, 2100, (400, 64), step=2, level=2),
+    Case("level2_few_zeros", BF16, 2100, (200, 64), zeros_percent=8, level=2),
+    Case("level2_many_zeros", BF16, 2100, (200, 64), zeros_percent=40, level=2),
+    Case("level2_no_slots_all_spill", BF16, 3000, (0, 4000), level=2),
+    Case("level2_two_tiles_with_spill", BF16, 33000, (60, 2000), level=2),
+    Case("level2_checksum", BF16, 9000, None, integrity="checksum", level=2),
 )
 
 
@@ -52,7 +62,7 @@ def _mix(i: torch.Tensor) -> torch.Tensor:
 
 def golden_input(case: Case) -> torch.Tensor:
     """Random sign and mantissa; exponents fall by a step with probability 1/2 each (like small Gaussians), some are zero."""
-    if case.name == "bf16_worked_example":
+    if case.name.endswith("worked_example"):
         return torch.tensor([1.0, -80.0, 0.0078125], dtype=BF16)
     index = torch.arange(case.numel, dtype=torch.int64) + 1000003 * len(case.name)
     if case.dtype not in BY_TORCH:
@@ -70,9 +80,9 @@ def golden_input(case: Case) -> torch.Tensor:
 def golden_frame(case: Case, kernels: str) -> torch.Tensor:
     x = golden_input(case)
     if case.capacity is None:
-        return compress(x, kernels=kernels, integrity=case.integrity)
+        return compress(x, kernels=kernels, level=case.level, integrity=case.integrity)
     codec = Codec.of(case.dtype, case.numel, "cpu", escapes_per_block=case.capacity[0], spill_per_tile=case.capacity[1],
-                     window_lo=case.window_lo, kernels=kernels)
+                     window_lo=case.window_lo, level=case.level, kernels=kernels)
     frames, status = codec.empty_frames(1, "cpu"), torch.zeros(1, dtype=torch.int32)
     codec.encode(x.view(1, -1), frames, status)
     assert not int(status) & 1 << 16, f"{case.name} overflows: choose a larger capacity"

@@ -45,7 +45,7 @@ class PieceGather:
         self.row_bytes = align(sum(sizes))
         self._offsets = {id(piece): sum(sizes[:i]) for i, piece in enumerate(in_row)}
         self._buffer = workspace.take(group.size() * self.row_bytes, pieces[0].data.device)
-        self._rows = self._buffer.view(group.size(), self.row_bytes)
+        self._rows = self._buffer.data.view(group.size(), self.row_bytes)
         own = self._rows[self._rank]
         torch.cat([piece.wire for piece in in_row], out=own[:sum(sizes)])
         self._work = all_gather_bytes(self._rows.view(-1), own, group)

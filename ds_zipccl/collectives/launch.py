@@ -9,7 +9,7 @@ from ds_zipccl.codec.codec import Codec
 from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.codec.format import OVERFLOW_BIT, SPILL_SHIFT, layout, spill_need_bytes
 from ds_zipccl.codec.integrity import CODECS
-from ds_zipccl.collectives import switch
+from ds_zipccl.collectives import streams, switch
 from ds_zipccl.collectives.capacity import Capacity
 from ds_zipccl.collectives.registry import Call, CollectiveSpec
 from ds_zipccl.collectives.windows import LaunchWindows
@@ -42,7 +42,7 @@ class Launch:
     def __init__(self, *, spec: CollectiveSpec, config: ZipcclConfig, choice: str, kernels: str, workspace, state, device: torch.device,
                  trial: bool = False):
         self.config, self.choice, self.side, self.state, self.device, self.trial = config, choice, state.side, state, device, trial
-        self.status = torch.zeros(1, dtype=torch.int32, device=device)
+        self.status = torch.empty(1, dtype=torch.int32, device=device)          # encode sets it
         self._kernels, self._workspace, self._taken = kernels, workspace, []
         self._windows = LaunchWindows(state.windows, spec.name, spec.pairwise) if config.window == "sigma" and not trial else None
 
@@ -80,7 +80,7 @@ class Launch:
         """uint8 [num_bytes] that go back to the workspace when the call is finished."""
         buffer = self._workspace.take(num_bytes, self.device)
         self._taken.append(buffer)
-        return buffer
+        return buffer.data
 
     def take_frames(self, codec: Codec, num_rows: int) -> torch.Tensor:
         """Frames [num_rows, frame_bytes], the same way."""
@@ -95,9 +95,8 @@ class Launch:
     def keep(self, *tensors: torch.Tensor) -> None:
         """Keeps the memory of tensors until the current stream, which may not be the one they were allocated on, is done with them. Not for
         what ``take_bytes`` gave."""
-        if self.device.type == "cuda":
-            for t in tensors:
-                t.record_stream(torch.cuda.current_stream(self.device))
+        for t in tensors:
+            streams.keep(t)
 
     def forget_windows(self) -> None:
         """After an overflow: given windows are measured anew for the next call."""
@@ -120,11 +119,11 @@ def everyones_words(call: Call, launch: Launch) -> tuple[torch.Tensor, dist.Work
     words = torch.empty(call.world_size, dtype=torch.int32, device=launch.device)
     return words, launch.side.all_gather(words, launch.status)
 
+
 def largest_word(words: torch.Tensor) -> torch.Tensor:
     """int32 [1] of what ``observe`` reads, the largest of ``words`` in each field."""
     spill, overflow = (words >> SPILL_SHIFT).amax(), (words & OVERFLOW_BIT).amax()
     return (spill << SPILL_SHIFT | overflow).to(torch.int32).view(1)
-
 
 
 def observe(capacity: Capacity, words: list[int]) -> bool:

@@ -1,5 +1,6 @@
 """What a collective is to the rest of the library. One file per collective registers its specs; tests and benchmarks
 loop over them."""
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,27 +27,27 @@ class Call:
     output_splits: tuple[int, ...] | None = None
     root: int | None = None
 
-    @property
+    @functools.cached_property
     def rank(self) -> int:
         return self.group.rank()
 
-    @property
+    @functools.cached_property
     def world_size(self) -> int:
         return self.group.size()
 
-    @property
+    @functools.cached_property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         return self.input if isinstance(self.input, tuple) else (self.input,)
 
-    @property
+    @functools.cached_property
     def outputs(self) -> tuple[torch.Tensor, ...]:
         return self.output if isinstance(self.output, tuple) else (self.output,)
 
-    @property
+    @functools.cached_property
     def dtype(self) -> torch.dtype:
         return self.inputs[0].dtype
 
-    @property
+    @functools.cached_property
     def device(self) -> torch.device:
         return self.inputs[0].device
 

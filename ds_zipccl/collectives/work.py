@@ -5,6 +5,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ds_zipccl.collectives import streams
 from zipscape.errors import ZipScapeError
 
 
@@ -25,7 +26,7 @@ class Pending:
         self.outputs = outputs
         self.settled = self.finished = False
         self.failure: BaseException | None = None
-        self._queued = None           # GPU: event after what was queued last for this call, on whichever stream
+        self._queued = None           # GPU: the stream on which something was queued last for this call
         self.handle = None            # weak reference to the caller's Work
 
     def settle(self) -> None:
@@ -34,7 +35,7 @@ class Pending:
         if self.settled:
             return
         # On a stream of its own, so that the host waits for the words alone and not for payloads queued before them.
-        with torch.cuda.stream(self._status_stream):
+        with streams.On(self._status_stream):
             self._status_work.wait()
             words = self._words.tolist()
         self.settled = True
@@ -72,14 +73,13 @@ class Pending:
             self._finish = self._release = self._on_words = None     # drop the tensors they hold
 
     def _mark(self) -> None:
-        if self._words.is_cuda:
-            self._queued = torch.cuda.current_stream(self._words.device).record_event()
+        self._queued = streams.current(self._words.device)
 
     def join(self) -> None:
         """Makes the current stream wait for the output: a resend, or a finish by polling or by the next call, may have
         been queued on another stream than the waiting one."""
         if self._queued is not None:
-            torch.cuda.current_stream(self._words.device).wait_event(self._queued)
+            streams.join(self._words.device, self._queued)
 
     @property
     def ready(self) -> bool:

@@ -3,62 +3,69 @@ import threading
 
 import torch
 
+from ds_zipccl.collectives import streams
+
 PAGE_BYTES = 1 << 16
 
 
-class Workspace:
-    """A free list of uint8 buffers per device. ``take`` and ``give`` may be called from different threads.
+class Buffer:
+    """``data``: uint8, as many bytes as were asked for, with unspecified contents."""
+    __slots__ = ("data", "whole", "allocated_on")
 
-    A buffer is the caller's from ``take`` to ``give``. On a GPU it is given back when all work on it is queued on the then current
-    stream; whoever takes it next waits for that point on his own current stream.
+    def __init__(self, whole: torch.Tensor, allocated_on: int | None, num_bytes: int):
+        self.data, self.whole, self.allocated_on = whole[:num_bytes], whole, allocated_on
+
+
+class Workspace:
+    """A free list of uint8 buffers per device and stream. ``take`` and ``give`` may be called from different threads.
+
+    A buffer is the caller's from ``take`` to ``give``; one that is never given back is freed with its last user. On a GPU it is given
+    back when all work on it is queued on the then current stream, and only handed out again to who works on that stream, so nobody has to
+    wait for anything.
     """
 
     def __init__(self, max_bytes: int):
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._free: dict[tuple, list[tuple[torch.Tensor, torch.cuda.Event | None]]] = {}
+        self._free: dict[tuple, list[tuple[torch.Tensor, int | None]]] = {}         # (whole buffer, stream it was allocated on)
         self.held_bytes = 0
 
-    def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """A uint8 buffer [num_bytes] with unspecified contents."""
-        rounded = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+    def take(self, num_bytes: int, device: torch.device) -> Buffer:
+        rounded = max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
+        stream = streams.current(device)
         with self._lock:
-            stack = self._free.get((device, rounded))
-            buffer, released = stack.pop() if stack else (None, None)
-            if buffer is not None:
+            stack = self._free.get((device, stream, rounded))
+            found = stack.pop() if stack else None
+            if found is not None:
                 self.held_bytes -= rounded
                 if not stack:
-                    del self._free[device, rounded]
-        if released is not None:
-            torch.cuda.current_stream(device).wait_event(released)
-        if buffer is not None:
-            return buffer[:num_bytes]
-        return torch.empty(rounded, dtype=torch.uint8, device=device)[:num_bytes]
+                    del self._free[device, stream, rounded]
+        if found is None:
+            found = torch.empty(rounded, dtype=torch.uint8, device=device), stream
+        return Buffer(*found, num_bytes)
 
-    def give(self, buffer: torch.Tensor) -> None:
+    def give(self, buffer: Buffer) -> None:
         """Takes a buffer back. Sizes that were not in use for longest make room when the bound is reached: sizes change
         with the capacities, and old ones must not keep new ones out."""
-        whole = torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer.untyped_storage())
-        released = None
-        if buffer.is_cuda:
-            stream = torch.cuda.current_stream(buffer.device)
-            released = stream.record_event()
-            whole.record_stream(stream)         # whenever it is dropped: it may have been allocated on another stream
-        key, num_bytes = (whole.device, whole.numel()), whole.numel()
+        whole, device = buffer.whole, buffer.whole.device
+        stream = streams.current(device)
+        if stream != buffer.allocated_on:
+            streams.keep(whole)                 # whenever it is dropped
+        key, num_bytes = (device, stream, whole.numel()), whole.numel()
         with self._lock:
             if num_bytes > self._max_bytes:
                 return
             stack = self._free[key] = self._free.pop(key, [])            # to the end: used last
             while self.held_bytes + num_bytes > self._max_bytes:
                 self._drop_oldest()
-            stack.append((whole, released))
+            stack.append((whole, buffer.allocated_on))
             self._free[key] = stack
             self.held_bytes += num_bytes
 
     def _drop_oldest(self) -> None:
         key = next(key for key, stack in self._free.items() if stack)
         self._free[key].pop(0)
-        self.held_bytes -= key[1]
+        self.held_bytes -= key[2]
         if not self._free[key]:
             del self._free[key]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_zipccl.codec.format import OVERFLOW_BIT
-from ds_zipccl.collectives import group_state, runtime
+from ds_zipccl.collectives import group_state, runtime, streams
 from ds_zipccl.collectives.group_state import GroupState
 from ds_zipccl.collectives.work import Pending, ZipWork
 from ds_zipccl.config import ZipcclConfig
@@ -21,13 +21,12 @@ def state(monkeypatch):
 
 
 class Streams:
-    """torch.cuda.current_stream() with a record of what every stream waits for."""
+    """The module ``streams`` with a record of what every stream waits for."""
 
     def __init__(self, monkeypatch):
         self.current, self.waits = "main", []
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(
-            record_event=lambda stream=self.current: f"point on {stream}",
-            wait_event=lambda event, stream=self.current: self.waits.append((stream, event))))
+        monkeypatch.setattr(streams, "current", lambda device: self.current)
+        monkeypatch.setattr(streams, "join", lambda device, other: self.waits.append((self.current, other)))
 
 
 def make(state, word=0, resend=lambda: None, finish=lambda: None):
@@ -41,23 +40,23 @@ def make(state, word=0, resend=lambda: None, finish=lambda: None):
 
 
 def test_wait_joins_the_stream_on_which_the_next_call_sent_again(state, monkeypatch):
-    streams = Streams(monkeypatch)
+    record = Streams(monkeypatch)
     work = make(state, word=OVERFLOW_BIT)
-    streams.current = "of the next call"
+    record.current = "of the next call"
     state.settle()
-    streams.current = "of the waiter"
+    record.current = "of the waiter"
     work.wait()
-    assert ("of the waiter", "point on of the next call") in streams.waits
+    assert ("of the waiter", "of the next call") in record.waits
 
 
 def test_every_wait_joins_the_stream_on_which_polling_finished(state, monkeypatch):
-    streams = Streams(monkeypatch)
+    record = Streams(monkeypatch)
     work = make(state)
-    streams.current = "of the poller"
+    record.current = "of the poller"
     assert work.is_completed()
-    for streams.current in ("first", "second"):
+    for record.current in ("first", "second"):
         work.wait()
-    assert {("first", "point on of the poller"), ("second", "point on of the poller")} <= set(streams.waits)
+    assert {("first", "of the poller"), ("second", "of the poller")} <= set(record.waits)
 
 
 def test_resend_that_fails_fails_its_waits(state, monkeypatch):

@@ -9,13 +9,13 @@ CPU = torch.device("cpu")
 def test_a_buffer_of_the_same_size_comes_back():
     workspace = Workspace(4 * PAGE_BYTES)
     buffer = workspace.take(1000, CPU)
-    assert buffer.numel() == 1000 and buffer.dtype == torch.uint8
-    address = buffer.data_ptr()
+    assert buffer.data.numel() == 1000 and buffer.data.dtype == torch.uint8
+    address = buffer.data.data_ptr()
     workspace.give(buffer)
     assert workspace.held_bytes == PAGE_BYTES
     again = workspace.take(2000, CPU)
-    assert again.data_ptr() == address and workspace.held_bytes == 0
-    assert workspace.take(2000, CPU).data_ptr() != address
+    assert again.data.data_ptr() == address and workspace.held_bytes == 0
+    assert workspace.take(2000, CPU).data.data_ptr() != address
 
 
 def test_never_more_idle_than_the_bound():
@@ -34,8 +34,8 @@ def test_sizes_out_of_use_make_room():
     for buffer in [workspace.take(PAGE_BYTES, CPU) for _ in range(4)]:
         workspace.give(buffer)                              # full of a size that is not used any more
     buffer = workspace.take(3 * PAGE_BYTES, CPU)
-    address = buffer.data_ptr()
+    address = buffer.data.data_ptr()
     workspace.give(buffer)
-    assert workspace.take(3 * PAGE_BYTES, CPU).data_ptr() == address
+    assert workspace.take(3 * PAGE_BYTES, CPU).data.data_ptr() == address
     workspace.give(workspace.take(5 * PAGE_BYTES, CPU))     # larger than the bound: not kept, and nothing dropped for it
     assert workspace.held_bytes == PAGE_BYTES

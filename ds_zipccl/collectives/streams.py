@@ -1,0 +1,56 @@
+"""Current CUDA streams at little cost: torch's own wrappers make objects and look up devices, ten microseconds a time.
+
+A stream is told by its raw handle (0: the default stream). On a CPU every stream is None.
+"""
+import torch
+
+_objects: dict[tuple[int, int], torch.cuda.Stream] = {}
+_raw_current = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def current(device: torch.device) -> int | None:
+    """The handle of the device's current stream."""
+    return _raw_current(_index(device)) if device.type == "cuda" else None
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def as_object(device: torch.device, handle: int) -> torch.cuda.Stream:
+    """Torch's object for a handle; made once."""
+    key = _index(device), handle
+    if key not in _objects:
+        _objects[key] = torch.cuda.ExternalStream(handle, device=device)
+    return _objects[key]
+
+
+def join(device: torch.device, other: int | None) -> None:
+    """Makes the current stream wait for what is queued on stream ``other`` by now; nothing to do on a CPU or for the stream itself."""
+    mine = current(device)
+    if mine != other:
+        as_object(device, mine).wait_stream(as_object(device, other))
+
+
+def keep(t: torch.Tensor) -> None:
+    """The memory of ``t`` is not used anew before what is queued on the current stream by now is done."""
+    if t.is_cuda:
+        t.record_stream(as_object(t.device, current(t.device)))
+
+
+class On:
+    """Context: ``stream`` is current within; None: nothing changes. Of the device that is current already."""
+
+    def __init__(self, stream: "torch.cuda.Stream | None"):
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            s = self._stream
+            self._before = torch._C._cuda_getCurrentStream(s.device_index)
+            torch._C._cuda_setStream(stream_id=s.stream_id, device_index=s.device_index, device_type=s.device_type)
+
+    def __exit__(self, *exc) -> None:
+        if self._stream is not None:
+            stream_id, device_index, device_type = self._before
+            torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)

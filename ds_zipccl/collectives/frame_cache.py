@@ -254,27 +254,29 @@ class FrameCache:
             return "max_workspace_bytes"
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "graph_capture"
-        return None if config.collectives.all_gather == "always" or self._wins(size * raw, slots[0].dtype) else "native_is_faster"
+        if config.collectives.all_gather != "always" and not self._wins(size * raw, raw / row, slots[0].dtype):
+            return "native_is_faster"
+        return None
 
-    def _wins(self, whole_bytes: int, dtype: torch.dtype) -> bool:
-        """Measured once per size: against the native gather, with frames made beforehand."""
+    def _wins(self, whole_bytes: int, ratio: float, dtype: torch.dtype) -> bool:
+        """By the switch's cost model, measured with frames made beforehand."""
         measured = self.runtime.state(self.group, self._device).measured("cached_all_gather", dtype)
         if measured.due(self.runtime.config.reprobe_calls):
             self.runtime.settle(self.group)
             row = torch.empty(1, dtype=dtype, device=self._device)
             example = Call(all_gather.SPEC.name, row, row, self.group)          # for its group, dtype and device
             measured.costs = switch.measure(all_gather.SPEC, example, self._probed(), self.runtime.state(self.group, self._device).side)
-        return measured.choose(whole_bytes, switch.frame_ratio(dtype, whole_bytes // dtype.itemsize // self.group.size()))
+        return measured.choose(whole_bytes, ratio)
 
     def _probed(self) -> Callable[[Call], bool]:
         pieces: list[Piece] = []
 
         def run(test: Call) -> bool:
-            if not pieces:                          # in the first round, which is not counted
+            if not pieces or pieces[0].data is not test.input:      # a size's first round, which is not counted
                 codec = Codec.of(test.input.dtype, test.input.numel(), self._device.type, kernels=self.runtime.kernels[self._device.type])
                 frame, status = codec.empty_frames(1, self._device), torch.zeros(1, dtype=torch.int32, device=self._device)
                 codec.encode(test.input.view(1, -1), frame, status)
-                pieces.append(Piece(test.input, frame[0], codec))
+                pieces[:] = [Piece(test.input, frame[0], codec)]
             PieceGather(pieces, self.group, self.runtime.workspace).wait([test.output.view(self.group.size(), -1)])
             return True
 

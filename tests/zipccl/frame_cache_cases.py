@@ -1,12 +1,16 @@
 """Cases run on every rank by test_frame_cache.py: gathers of ready frames, and who agrees on what."""
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
 from ds_zipccl.codec.codec import Codec
 from ds_zipccl.collectives.cached import Piece, PieceGather
+from ds_zipccl.collectives.cost import Curve
 from ds_zipccl.collectives.frame_cache import FrameCache
 from ds_zipccl.collectives.frame_slot import CacheStats, Slot
 from ds_zipccl.collectives.runtime import Runtime
+from ds_zipccl.collectives.switch import PROBE_SIZES
 from ds_zipccl.collectives.workspace import Workspace
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.errors import CollectiveError, FrameError
@@ -37,7 +41,7 @@ class World:
     """A FrameCache over shards whose contents all ranks know."""
 
     def __init__(self, world_size: int, numels=(NUMEL, NUMEL), **settings):
-        config = ZipcclConfig(enabled=True, collectives="always", min_bytes=0, cache_params=True, **settings)
+        config = ZipcclConfig(**{"enabled": True, "collectives": "always", "min_bytes": 0, "cache_params": True, **settings})
         self.runtime = Runtime(config, {DEVICE: loader.resolve("best", DEVICE)})
         self.stats, self.forward, self.world_size = CacheStats(config.max_cache_bytes), 0, world_size
         self.cache = FrameCache(self.runtime, dist.group.WORLD, device(), self.stats, lambda: self.forward)
@@ -162,6 +166,23 @@ def case_slots_out_of_use_lose_their_frames(rank, world_size):
     assert world.stats.held_bytes == 0 and world.stats.encodes == 4, world.stats
     world.gather()
     assert world.stats.encodes == 6
+    world.close()
+
+
+def case_switch(rank, world_size):
+    """Measured with ready frames, then decided: where native wins nothing is encoded and nothing kept."""
+    world = World(world_size, collectives="adaptive")
+    world.gather()
+    measured = world.runtime.state(dist.group.WORLD, device()).measured("cached_all_gather", torch.bfloat16)
+    costs = measured.costs
+    assert costs is not None
+    curves = Curve(PROBE_SIZES, (9.0, 9.0, 9.0)), Curve(PROBE_SIZES, (1.0, 1.0, 1.0))
+    for native, zipped, wins in ((*curves, True), (*curves[::-1], False)):
+        other = World(world_size, collectives="adaptive")
+        measured = other.runtime.state(dist.group.WORLD, device()).measured("cached_all_gather", torch.bfloat16)
+        measured.costs = replace(costs, native=native, zipped=zipped)
+        assert (other.gather() is not None) == wins and (other.stats.encodes > 0) == (other.stats.held_bytes > 0) == wins
+        other.close()
     world.close()
 
 

@@ -75,6 +75,17 @@ __device__ __forceinline__ void wait_copies() {
 #endif
 }
 
+// Four bytes of a table of eight, `low` the first four, by the nibbles of `index` (0..7) at bits 0, 4, 8 and 12.
+__device__ __forceinline__ u32 look_up(u32 low, u32 high, u32 index) {
+#ifdef ZIPSCAPE_EMULATE
+    return __byte_perm(low, high, index);
+#else
+    u32 bytes;                         // __byte_perm would clear the nibbles' top bits first
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(index));
+    return bytes;
+#endif
+}
+
 // Position of the highest bit that is set; any number for 0.
 __device__ __forceinline__ u32 highest_bit(u32 x) { return 31 - __clz(x); }
 

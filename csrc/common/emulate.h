@@ -195,6 +195,9 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
     return (unsigned)(((uint64_t)high << 32 | low) >> (by & 31));
 }
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
+    return (unsigned)(((uint64_t)high << 32 | low) << (by & 31) >> 32);
+}
 inline unsigned __vminu2(unsigned a, unsigned b) {
     return emulate::pairwise(a, b, [](unsigned x, unsigned y) { return x < y ? x : y; });
 }

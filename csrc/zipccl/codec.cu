@@ -11,20 +11,28 @@ using namespace zipscape;
 constexpr u32 kDecodeWarps = 4, kReduceWarps = 4, kReduce2Warps = 4;
 constexpr u32 kEncodeCtas = 2, kDecodeCtas = 16, kReduceCtas = 5, kReduce2Ctas = 10;
 constexpr u32 kReduceRows = 4;              // rows whose headers are staged at once
+#ifndef ZIPCCL_ENCODE2_CTAS
+#define ZIPCCL_ENCODE2_CTAS 3
+#endif
+constexpr u32 kEncode2Ctas = ZIPCCL_ENCODE2_CTAS, kDecode2Ctas = 10, kReduce2Level2Ctas = 7;      // at level 2; warps as above, encode's with it
 
 #define ZIPCCL_KERNEL(name, warps, ctas) \
     extern "C" __global__ void __launch_bounds__((warps) * 32, ctas) name(const __grid_constant__ Call c)
 // What fits of 16-bit elements on a multiprocessor, fits half of FP32.
 #define ZIPCCL_KERNELS(F, dtype)                                                                                            \
-    ZIPCCL_KERNEL(zipccl_encode_##dtype, kEncodeWarps, kEncodeCtas * 2 / F::kItem) { encode_tile<F>(c); } \
-    ZIPCCL_KERNEL(zipccl_decode_##dtype, kDecodeWarps, kDecodeCtas * 2 / F::kItem) { decode_blocks<F, kDecodeWarps>(c); }    \
+    ZIPCCL_KERNEL(zipccl_encode_##dtype, kEncodeWarps, kEncodeCtas * 2 / F::kItem) { encode_tile<EncodeLevel1<F>>(c); } \
+    ZIPCCL_KERNEL(zipccl_decode_##dtype, kDecodeWarps, kDecodeCtas * 2 / F::kItem) { decode_blocks<DecodeLevel1<F>, kDecodeWarps>(c); }    \
     ZIPCCL_KERNEL(zipccl_reduce2_##dtype, kReduce2Warps, kReduce2Ctas * 2 / F::kItem) {                                      \
-        decode_reduce_blocks<F, kReduce2Warps, 1, true>(c);                                                                  \
+        decode_reduce_blocks<DecodeLevel1<F>, kReduce2Warps, 1, true>(c);                                                                  \
     }                                                                                                                        \
-    ZIPCCL_KERNEL(zipccl_reduce_##dtype, kReduceWarps, kReduceCtas) { decode_reduce_blocks<F, kReduceWarps, kReduceRows, false>(c); }
+    ZIPCCL_KERNEL(zipccl_reduce_##dtype, kReduceWarps, kReduceCtas) { decode_reduce_blocks<DecodeLevel1<F>, kReduceWarps, kReduceRows, false>(c); }
 ZIPCCL_KERNELS(Bf16, bf16)
 ZIPCCL_KERNELS(Fp16, fp16)
 ZIPCCL_KERNELS(Fp32, fp32)
+ZIPCCL_KERNEL(zipccl_encode_bf16_level2, EncodeLevel2::kWarps, kEncode2Ctas) { encode_tile<EncodeLevel2>(c); }
+ZIPCCL_KERNEL(zipccl_decode_bf16_level2, kDecodeWarps, kDecode2Ctas) { decode_blocks<DecodeLevel2, kDecodeWarps>(c); }
+ZIPCCL_KERNEL(zipccl_reduce2_bf16_level2, kReduce2Warps, kReduce2Level2Ctas) { decode_reduce_blocks<DecodeLevel2, kReduce2Warps, 1, true>(c); }
+ZIPCCL_KERNEL(zipccl_reduce_bf16_level2, kReduceWarps, kReduceCtas) { decode_reduce_blocks<DecodeLevel2, kReduceWarps, kReduceRows, false>(c); }
 
 // Zero when the module is loaded, so that neither needs an allocation or a memset (graph capture allows none): workspaces, handed out by
 // the caller and never given back, and the word decode reports corruption to.
@@ -53,7 +61,8 @@ static int allow_shared(void (*kernel)(Call), u32 bytes) {
 #endif
 
 #define ZIPCCL_LAUNCH_DTYPE(operation, grid, warps, shared, stream, call)                                        \
-    switch (call.g.dtype_code) {                                                                                 \
+    switch (call.g.level == 2 ? 0 : call.g.dtype_code) {                                                         \
+        case 0: ZIPCCL_LAUNCH(zipccl_##operation##_bf16_level2, grid, warps, shared, stream, call); break;       \
         case Bf16::kCode: ZIPCCL_LAUNCH(zipccl_##operation##_bf16, grid, warps, shared, stream, call); break;    \
         case Fp16::kCode: ZIPCCL_LAUNCH(zipccl_##operation##_fp16, grid, warps, shared, stream, call); break;    \
         default: ZIPCCL_LAUNCH(zipccl_##operation##_fp32, grid, warps, shared, stream, call); break;             \
@@ -82,9 +91,10 @@ int zipccl_cuda_prepare(void** workspaces, i64* num_words, void** errors) {
     *num_words = sizeof zipccl_workspaces / sizeof(u64);
     int code = address_of(workspaces, zipccl_workspaces);
     if (!code) code = address_of(errors, zipccl_errors);
-    if (!code) code = allow_shared(zipccl_encode_bf16, kEncodeShared<Bf16>);
-    if (!code) code = allow_shared(zipccl_encode_fp16, kEncodeShared<Fp16>);
-    if (!code) code = allow_shared(zipccl_encode_fp32, kEncodeShared<Fp32>);
+    if (!code) code = allow_shared(zipccl_encode_bf16, EncodeLevel1<Bf16>::kShared);
+    if (!code) code = allow_shared(zipccl_encode_fp16, EncodeLevel1<Fp16>::kShared);
+    if (!code) code = allow_shared(zipccl_encode_fp32, EncodeLevel1<Fp32>::kShared);
+    if (!code) code = allow_shared(zipccl_encode_bf16_level2, EncodeLevel2::kShared);
     return code;
 }
 
@@ -106,8 +116,9 @@ int zipccl_cuda_encode(const void* geometry, const void* x, i64 row_stride, void
     const Call c = make_call(geometry, x, row_stride, frames, frame_stride, num_rows, skip, 0, status, workspace);
     const dim3 grid((u32)c.g.num_tiles + 1, (u32)(num_rows - (skip >= 0)));
     if (!grid.y) return 0;
-    ZIPCCL_LAUNCH_DTYPE(encode, grid, kEncodeWarps,
-                        c.g.itemsize == 4 ? kEncodeShared<Fp32> : kEncodeShared<Bf16>, stream, c)
+    const bool level2 = c.g.level == 2;
+    const u32 shared = level2 ? EncodeLevel2::kShared : c.g.itemsize == 4 ? EncodeLevel1<Fp32>::kShared : EncodeLevel1<Bf16>::kShared;
+    ZIPCCL_LAUNCH_DTYPE(encode, grid, level2 ? EncodeLevel2::kWarps : kEncodeWarps, shared, stream, c)
     return last_error();
 }
 

@@ -6,6 +6,7 @@
 #define ZIPCCL_DECODE_CUH
 
 #include "frame.cuh"
+#include "level2.cuh"
 
 namespace zipscape {
 
@@ -89,20 +90,102 @@ __device__ __forceinline__ void store_part(u8* block, u32 present, bool wide, u3
     }
 }
 
-// One warp: the frame's header against the one this call expects. A given window is its writer's: any valid one will do.
+// ---- what the levels do differently
+
+// How a warp reads blocks at a level. `Block`: what it loads early of one. kMetaBytes of shared memory for a tile's headers and slots of a
+// row (kMetaOfTile, which all threads of the CTA stage) or for one warp.
+template <class F>
+struct DecodeLevel1 {
+    typedef F Format;
+    typedef Stored<F> Block;
+    static constexpr u32 kMetaBytes = kStagedBytes;
+    static constexpr bool kMetaOfTile = true;
+
+    __device__ __forceinline__ static void load(Block& s, const u8* tile, const Tile& t, u32 b) { load_block(s, tile, t, b); }
+
+    // Raw data of a block into `raw` (shared memory, layout of the block, each lane its own part). Returns kinds of corruption.
+    __device__ __forceinline__ static u32 decode(const Call& c, const Block& s, const u8* frame, const Tile& t, u32 tile_index, u32 b,
+                                                 u8* meta, u8* raw) {
+        return decode_block(c, s, frame, t, tile_index, b, meta, raw);
+    }
+};
+
+struct DecodeLevel2 {
+    typedef Bf16 Format;
+    struct Block {
+        u32 first[2], heads, tile_head;                    // heads, tile_head: a lane's own word of each
+        uint2 planes[4];
+    };
+    // A stream, with what read_block may touch behind it, and its list.
+    static constexpr u32 kListOffset = kStreamBytes + 16, kMetaBytes = kListOffset + kBlockElems;
+    static constexpr bool kMetaOfTile = false;
+
+    __device__ __forceinline__ static void load(Block& s, const u8* tile, const Tile& t, u32 b) {
+        const u32 lane = lane_id();
+        s.heads = lane < t.num_blocks ? ((const u32*)(tile + kTileHeaderBytes))[lane] : 0;
+        s.tile_head = lane < 2 ? ((const u32*)tile)[lane] : 0;
+#pragma unroll
+        for (u32 k = 0; k < 2; k++) s.first[k] = *(const u32*)(tile + t.codes_offset + b * kCode2Bytes + 128 * k + 4 * lane);
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) s.planes[j] = *(const uint2*)(tile + t.planes_offset + b * kBlockElems + octet(j));
+    }
+
+    // `count` bytes of streams from byte `before` of the tile to `stream`, wherever they are. Returns kBadSpill if that is not in the frame.
+    __device__ __forceinline__ static u32 fetch(const Call& c, const u8* frame, const Tile& t, u32 tile_index, u32 spill_offset, u32 before,
+                                                u32 count, u32* stream) {
+        u32 errors = 0;
+        const u32* slots = (const u32*)(frame + t.offset + t.escapes_offset);
+        if (before + count <= t.escapes_capacity) {
+#pragma unroll 1
+            for (u32 i = lane_id(); i < count / 4; i += kWarp) stream[i] = slots[before / 4 + i];
+            return 0;
+        }
+        const u32 group = tile_index / (u32)c.g.group_tiles;
+#pragma unroll 1
+        for (u32 i = lane_id(); i < count / 4; i += kWarp) {
+            const u32 at = before + 4 * i;
+            const u64 spilled = (u64)spill_offset + (at - t.escapes_capacity);
+            if (at < t.escapes_capacity) stream[i] = slots[at / 4];
+            else if (spilled + 4 <= pool_size(c.g, group) && spilled % 4 == 0)
+                stream[i] = *(const u32*)(frame + c.g.pools_offset + group * c.g.pool_bytes + spilled);
+            else errors = kBadSpill;
+        }
+        return errors;
+    }
+
+    __device__ __forceinline__ static u32 decode(const Call& c, const Block& s, const u8* frame, const Tile& t, u32 tile_index, u32 b,
+                                                 u8* meta, u8* raw) {
+        u32 errors = 0, *stream = (u32*)meta;
+        const u32 head = __shfl_sync(kAllLanes, s.heads, b), count = head >> 16;
+        const u32 before = __reduce_add_sync(kAllLanes, lane_id() < b ? s.heads >> 16 : 0);
+        const u32 spill_offset = __shfl_sync(kAllLanes, s.tile_head, 1), total = __shfl_sync(kAllLanes, s.tile_head, 0);
+        const Window w = {head & 0xff, head >> 8 & 0xff};
+        __syncwarp();                                      // the block before is read
+        if (count > kStreamBytes || (before | count) % 4) errors |= kBadBlockCount;
+        else errors |= fetch(c, frame, t, tile_index, spill_offset, before, count, stream);
+        if (w.mode > kTopMode2 || w.lo > kTopLo2) errors |= kBadWindow;
+        if (b == t.num_blocks - 1 && total != before + count) errors |= kBadTileCount;
+        __syncwarp();
+        if (read_block(s.first, s.planes, w, stream, meta + kListOffset, raw) != count) errors |= kBadBlockCount;
+        return errors;
+    }
+};
+
+// One warp: the frame's header against the one this call expects. A given window is its writer's: any valid one will do, at level 2 none.
 __device__ __forceinline__ u32 check_header(const Call& c, const u8* frame) {
     const u32 lane = lane_id(), word = ((const u32*)frame)[lane];
     bool bad = word != c.header[lane];
-    if (lane == kWindowOffset / 4) bad = ((word ^ c.header[lane]) & 0xFFFFFF) != 0 || word >> 24 > (1u << c.g.exponent_bits) - 7;
+    if (lane == kWindowOffset / 4) bad = ((word ^ c.header[lane]) & 0xFFFFFF) != 0 || word >> 24 > (c.g.level == 1 ? (1u << c.g.exponent_bits) - 7 : 0);
     if (lane == kStatusOffset / 4) bad = (word & kOverflowBit) != 0;
     return bad ? kBadHeader : 0;
 }
 
 // Grid: (groups of kWarps blocks, rows without the skipped one).
-template <class F, u32 kWarps>
+template <class L, u32 kWarps>
 __device__ __forceinline__ void decode_blocks(const Call& c) {
+    typedef typename L::Format F;
     constexpr u32 kRawBytes = kBlockElems * F::kItem;
-    __shared__ __align__(16) u8 meta[kStagedBytes];
+    __shared__ __align__(16) u8 metas[L::kMetaOfTile ? 1 : kWarps][L::kMetaBytes];
     __shared__ __align__(16) u8 raws[kWarps][kRawBytes];
     const u32 tile_index = blockIdx.x / (32 / kWarps), b = blockIdx.x % (32 / kWarps) * kWarps + warp_id();
     const i64 row = row_of(c, blockIdx.y);
@@ -114,13 +197,15 @@ __device__ __forceinline__ void decode_blocks(const Call& c) {
     }
     const Tile t = find_tile(c.g, tile_index);
     const u8* tile = frame + t.offset;
-    Stored<F> s;
-    if (b < t.num_blocks) load_block(s, tile, t, b);
-    stage_meta(tile, t, meta);
-    __syncthreads();
+    typename L::Block s;
+    if (b < t.num_blocks) L::load(s, tile, t, b);
+    if constexpr (L::kMetaOfTile) {
+        stage_meta(tile, t, metas[0]);
+        __syncthreads();
+    }
     if (b < t.num_blocks) {
         u8* raw = raws[warp_id()];
-        errors |= decode_block(c, s, frame, t, tile_index, b, meta, raw);
+        errors |= L::decode(c, s, frame, t, tile_index, b, metas[L::kMetaOfTile ? 0 : warp_id()], raw);
         const i64 block = (i64)tile_index * 32 + b;
         u8* out = c.out + row * c.row_stride + block * kRawBytes;
         const u32 present = present_of(present_elems(c.g, tile_index), b);
@@ -173,10 +258,11 @@ __device__ __forceinline__ uint4 round_floats(const float* f) {
 
 // Grid: groups of kWarps blocks. Row `skip` comes from x, the others from their frames, added in row order. kTwo: two rows, whose sum
 // needs no accumulator (a + b = b + a, also in bits, once NaNs are canonical).
-template <class F, u32 kWarps, u32 kRows, bool kTwo>
+template <class L, u32 kWarps, u32 kRows, bool kTwo>
 __device__ __forceinline__ void decode_reduce_blocks(const Call& c) {
+    typedef typename L::Format F;
     constexpr u32 kRawBytes = kBlockElems * F::kItem, kParts = F::kWords / 4, kFloats = 16 / F::kItem;
-    __shared__ __align__(16) u8 metas[kTwo ? 1 : kRows][kStagedBytes];
+    __shared__ __align__(16) u8 metas[L::kMetaOfTile ? kRows : kWarps][L::kMetaBytes];
     __shared__ __align__(16) u8 raws[kWarps][kRawBytes];
     __shared__ __align__(16) u8 owns[kTwo ? kWarps : 1][kRawBytes];
     const u32 tile_index = blockIdx.x / (32 / kWarps), b = blockIdx.x % (32 / kWarps) * kWarps + warp_id();
@@ -189,20 +275,22 @@ __device__ __forceinline__ void decode_reduce_blocks(const Call& c) {
     const bool wide = present == kBlockElems && is_aligned(out, 16);
     u8* raw = raws[warp_id()];
     u32 errors = 0;
-    Stored<F> s;
+    typename L::Block s;
     if constexpr (kTwo) {
         const u8* frame = c.frames + (1 - c.skip) * c.frame_stride;
         u8* my_own = owns[warp_id()];
         if (present) {
             copy_raw<F>(my_own, own, present, wide_own);
             commit_copies();
-            load_block(s, frame + t.offset, t, b);
+            L::load(s, frame + t.offset, t, b);
             if (block == 0) errors |= check_header(c, frame);
         }
-        stage_meta(frame + t.offset, t, metas[0]);
-        __syncthreads();
+        if constexpr (L::kMetaOfTile) {
+            stage_meta(frame + t.offset, t, metas[0]);
+            __syncthreads();
+        }
         if (present) {
-            errors |= decode_block(c, s, frame, t, tile_index, b, metas[0], raw);
+            errors |= L::decode(c, s, frame, t, tile_index, b, metas[L::kMetaOfTile ? 0 : warp_id()], raw);
             wait_copies<0>();
 #pragma unroll
             for (u32 i = 0; i < kParts; i++) {
@@ -217,14 +305,16 @@ __device__ __forceinline__ void decode_reduce_blocks(const Call& c) {
     } else {
         const u32 num_rows = (u32)c.num_rows;
         float sum[32];
-        if (present && c.skip != 0) load_block(s, c.frames + t.offset, t, b);
+        if (present && c.skip != 0) L::load(s, c.frames + t.offset, t, b);
 #pragma unroll 1
         for (u32 first = 0; first < num_rows; first += kRows) {
             const u32 end = min(first + kRows, num_rows);
-            if (first) __syncthreads();                            // the metas before are used up
-            for (u32 r = first; r < end; r++)
-                if (r != c.skip) stage_meta(c.frames + r * c.frame_stride + t.offset, t, metas[r - first]);
-            __syncthreads();
+            if constexpr (L::kMetaOfTile) {
+                if (first) __syncthreads();                        // the metas before are used up
+                for (u32 r = first; r < end; r++)
+                    if (r != c.skip) stage_meta(c.frames + r * c.frame_stride + t.offset, t, metas[r - first]);
+                __syncthreads();
+            }
             if (!present) continue;
 #pragma unroll 1
             for (u32 r = first; r < end; r++) {
@@ -235,9 +325,9 @@ __device__ __forceinline__ void decode_reduce_blocks(const Call& c) {
                     wait_copies<0>();
                 } else {
                     if (block == 0) errors |= check_header(c, frame);
-                    errors |= decode_block(c, s, frame, t, tile_index, b, metas[r - first], raw);
+                    errors |= L::decode(c, s, frame, t, tile_index, b, metas[L::kMetaOfTile ? r - first : warp_id()], raw);
                 }
-                if (r + 1 < num_rows && r + 1 != c.skip) load_block(s, frame + c.frame_stride + t.offset, t, b);
+                if (r + 1 < num_rows && r + 1 != c.skip) L::load(s, frame + c.frame_stride + t.offset, t, b);
 #pragma unroll
                 for (u32 i = 0; i < kParts; i++) {
                     float f[kFloats];

@@ -9,6 +9,7 @@
 #define ZIPCCL_ENCODE_CUH
 
 #include "finish.cuh"
+#include "level2.cuh"
 #include "load.cuh"
 
 namespace zipscape {
@@ -28,11 +29,12 @@ __device__ __forceinline__ u32 earlier_spills(const Call& c, const u64* tiles, u
     return sum;
 }
 
-// Raw data of two neighbouring blocks at `src`, the first of which is number `block` of its row, as far as they exist: `elems` elements from
-// `src` on. `scratch`: the lane's place for the first block's exponents.
+// Raw data of two neighbouring blocks, the first of which is number `block` of its row, as far as they exist: `elems` elements. `scratch`: see
+// load_single.
 template <class F>
-__device__ __forceinline__ void load_pair(const Call& c, const u8* src, i64 block, u32 elems, u8* scratch, u32 (&x)[2][F::kWords]) {
+__device__ __forceinline__ void load_pair(const Call& c, i64 block, u32 elems, u8* scratch, u32 (&x)[2][F::kWords]) {
     constexpr u32 kRawBytes = kBlockElems * F::kItem;
+    const u8* src = c.x + row_of(c, blockIdx.y) * c.row_stride + block * kRawBytes;
     if (is_aligned(src, 16) && elems >= 2 * kBlockElems) {
         load_aligned<F>(src, x[0]);
         load_aligned<F>(src + kRawBytes, x[1]);
@@ -78,7 +80,7 @@ __device__ __forceinline__ void encode_pair(const Call& c, u8* tile, const Tile&
     for (u32 k = 0; k < 2; k++) {
         const u32 present = present_of(elems, k);
         if (!present) break;
-        const u32 count = __reduce_add_sync(kAllLanes, count_nonzero(stage + k * kBlockStage<F>));
+        const u32 count = __reduce_add_sync(kAllLanes, count_nonzero<4>(stage + k * kBlockStage<F>));
         const Window w = any_window<F>(k ? sum1 : sum0, k ? squares1 : squares0, count, present, (int)c.g.window_lo);
         if (present < kBlockElems) fill_absent<F>(present, w.lo, x[k]);
         masks[k] = store_block<F>(x[k], w, codes + k * kCodeBytes, extra + k * kCodeBytes, planes + k * (kBlockElems * F::kPlanes));
@@ -110,16 +112,138 @@ __device__ __forceinline__ void store_and_spill(u32 mask, const u8* stage, u32 a
     }
 }
 
-// A block's shared memory, all blocks' of a tile.
+// ---- what the levels do differently
+
+// How a warp codes a pair of blocks at a level, and what a lane keeps of it until the tile's slots are shared out. kWarps of a CTA, which
+// needs kShared bytes; `b`: the pair's first block.
 template <class F>
-constexpr u32 kEncodeShared = 32 * kBlockStage<F>;
+struct EncodeLevel1 {
+    typedef F Format;
+    static constexpr u32 kWarps = kEncodeWarps, kShared = 32 * kBlockStage<F>;
+    u8* stage;
+    u32 masks[2], inclusive, at[2];                        // at: the places in the tile behind this lane's escapes
+
+    // Of a pair that has no elements, too. Fills `heads` but for the numbers of escapes and returns these, of the second block in the upper
+    // half.
+    __device__ __forceinline__ u32 encode(const Call& c, u8* tile, const Tile& t, u32 tile_index, u32 b, u32 elems, u8* shared,
+                                          u32 (&heads)[2]) {
+        stage = shared + b * kBlockStage<F> + lane_id() * kLaneStage<F>;
+        masks[0] = masks[1] = 0;
+        if (elems) {
+            u32 x[2][F::kWords];
+            load_pair<F>(c, (i64)tile_index * 32 + b, elems, stage, x);
+            encode_pair<F>(c, tile, t, b, elems, stage, x, masks, heads);
+        }
+        const u32 counts = __popc(masks[0]) | __popc(masks[1]) << 16;
+        inclusive = scan_inclusive(counts);
+        return __shfl_sync(kAllLanes, inclusive, kWarp - 1);
+    }
+
+    // `before`: escapes of the tile's earlier blocks, `totals`: what encode returned.
+    __device__ __forceinline__ void place(u32 before, u32 totals) {
+        at[0] = before + (inclusive & 0xffff), at[1] = before + (totals & 0xffff) + (inclusive >> 16);
+    }
+
+    // The pair's escapes to the slots, all of which fit.
+    __device__ __forceinline__ void store(u8* slots) const { store_in_slots<F>(masks, stage, slots, at); }
+
+    // Where the slots do not hold all; see store_and_spill.
+    __device__ __forceinline__ void spill(u8* slots, u32 capacity, u8* pool) const {
+#pragma unroll
+        for (u32 k = 0; k < 2; k++)
+            store_and_spill(masks[k], stage + k * kBlockStage<F>, at[k] - __popc(masks[k]), slots, capacity, pool);
+    }
+};
+
+// What is between the raw data and the stream of a block: first codes to `codes`, remainders to `planes`.
+template <bool kZeros>
+__device__ __forceinline__ Fields store_block2(const u32 (&x)[16], Window w, u8* codes, u8* planes) {
+    const Fields f = code_fields<kZeros>(x, w);
+#pragma unroll
+    for (u32 k = 0; k < 2; k++) *(u32*)(codes + 128 * k + 4 * lane_id()) = f.first[k];
+    store_remainders<Bf16>(x, 0, planes);
+    return f;
+}
+
+// BF16. Shared memory: the exponents of every warp's pair, then the streams of all blocks.
+#ifndef ZIPCCL_ENCODE2_WARPS
+#define ZIPCCL_ENCODE2_WARPS 8
+#endif
+struct EncodeLevel2 {
+    typedef Bf16 Format;
+    static constexpr u32 kWarps = ZIPCCL_ENCODE2_WARPS, kShared = kWarps * 2 * kBlockElems + 32 * kStreamBytes;
+    const u32* streams;                                    // of the pair
+    u32 first, counts[2];                                  // in words: where they go in the tile, how long they are
+
+    // As EncodeLevel1's, with bytes of streams for escapes.
+    __device__ __forceinline__ u32 encode(const Call& c, u8* tile, const Tile& t, u32 tile_index, u32 b, u32 elems, u8* shared,
+                                          u32 (&heads)[2]) {
+        u8 *stage = shared + warp_id() * (2 * kBlockElems) + 4 * lane_id(), *out = shared + kWarps * 2 * kBlockElems + b * kStreamBytes;
+        streams = (const u32*)out;
+        counts[0] = counts[1] = 0;
+        if (!elems) return 0;
+        u32 x[2][16];
+        load_pair<Bf16>(c, (i64)tile_index * 32 + b, elems, out + lane_id() * kLaneStage<Bf16>, x);
+        u8 *codes = tile + t.codes_offset + b * kCode2Bytes, *planes = tile + t.planes_offset + b * kBlockElems;
+        const Sums s0 = stage_exponents2(x[0], stage), s1 = stage_exponents2(x[1], stage + kBlockElems);
+        const u32 sum0 = __reduce_add_sync(kAllLanes, s0.sum), squares0 = __reduce_add_sync(kAllLanes, s0.squares);
+        const u32 sum1 = __reduce_add_sync(kAllLanes, s1.sum), squares1 = __reduce_add_sync(kAllLanes, s1.squares);
+        const bool zeros = __any_sync(kAllLanes, ((s0.zeros | s1.zeros) & 0x80 * kBytes) != 0);
+        __syncwarp();                                      // what load_pair used of `out` is free
+        if (!zeros && elems >= 2 * kBlockElems) {          // as a rule
+#pragma unroll
+            for (u32 k = 0; k < 2; k++) {
+                const Window w = window2<true>(k ? sum1 : sum0, k ? squares1 : squares0, kBlockElems, kBlockElems);
+                const Fields f = store_block2<false>(x[k], w, codes + k * kCode2Bytes, planes + k * kBlockElems);
+                counts[k] = write_stream(f, w, stage + k * kBlockElems, (u32*)(out + k * kStreamBytes)) / 4;
+                heads[k] = w.lo | w.mode << 8;
+            }
+        } else {
+#pragma unroll
+            for (u32 k = 0; k < 2; k++) {
+                const u32 present = present_of(elems, k);
+                if (!present) break;
+                const u32 count = __reduce_add_sync(kAllLanes, count_nonzero<128>(stage + k * kBlockElems));
+                const Window w = window2<false>(k ? sum1 : sum0, k ? squares1 : squares0, count, present);
+                if (present < kBlockElems) fill_absent<Bf16>(present, w.lo + 2, x[k]);
+                u8 *my_codes = codes + k * kCode2Bytes, *my_planes = planes + k * kBlockElems;
+                const Fields f = w.mode & (kZeroFirst | kZeroSecond) ? store_block2<true>(x[k], w, my_codes, my_planes)
+                                                                     : store_block2<false>(x[k], w, my_codes, my_planes);
+                counts[k] = write_stream(f, w, stage + k * kBlockElems, (u32*)(out + k * kStreamBytes)) / 4;
+                heads[k] = w.lo | w.mode << 8;
+            }
+        }
+        return 4 * counts[0] | 4 * counts[1] << 16;
+    }
+
+    __device__ __forceinline__ void place(u32 before, u32) { first = before / 4; }
+
+    // Word `i` of the pair's two streams.
+    __device__ __forceinline__ u32 word(u32 i) const { return streams[i < counts[0] ? i : i - counts[0] + kStreamBytes / 4]; }
+
+    __device__ __forceinline__ void store(u8* slots) const {
+        u32* to = (u32*)slots + first;
+#pragma unroll 1
+        for (u32 i = lane_id(); i < counts[0] + counts[1]; i += kWarp) to[i] = word(i);
+    }
+
+    __device__ __forceinline__ void spill(u8* slots, u32 capacity, u8* pool) const {
+#pragma unroll 1
+        for (u32 i = lane_id(); i < counts[0] + counts[1]; i += kWarp) {
+            const u32 at = first + i, v = word(i);
+            if (at < capacity / 4) ((u32*)slots)[at] = v;
+            else if (pool) ((u32*)pool)[at - capacity / 4] = v;
+        }
+    }
+};
 
 // Grid: (tiles and the row's end, rows without the skipped one).
-template <class F>
+template <class L>
 __device__ __forceinline__ void encode_tile(const Call& c) {
+    constexpr u32 kPairs = 16 / L::kWarps;                 // of a warp
     ZIPSCAPE_DYNAMIC_SHARED(shared);
     __shared__ u32 heads[32];                              // block headers
-    const u32 lane = lane_id(), warp = warp_id(), tile_index = blockIdx.x, b = 2 * warp;
+    const u32 lane = lane_id(), warp = warp_id(), tile_index = blockIdx.x;
     u8* frame = c.frames + row_of(c, blockIdx.y) * c.frame_stride;
     const u32 tag = (u32)load_message(c.workspace) + 1;    // needed late: nobody waits for it here
     if (tile_index == (u32)c.g.num_tiles) {
@@ -128,32 +252,34 @@ __device__ __forceinline__ void encode_tile(const Call& c) {
     }
     const Tile t = find_tile(c.g, tile_index);
     u8* tile = frame + t.offset;
-    u8* stage = shared + b * kBlockStage<F> + lane * kLaneStage<F>;
-    const u32 tile_elems = present_elems(c.g, tile_index), elems = tile_elems - min(tile_elems, b * kBlockElems);
-    u32 masks[2] = {0, 0}, my_heads[2] = {0, 0};
-    if (elems) {
-        u32 x[2][F::kWords];
-        const i64 block = (i64)tile_index * 32 + b;
-        load_pair<F>(c, c.x + row_of(c, blockIdx.y) * c.row_stride + block * (kBlockElems * F::kItem), block, elems, stage, x);
-        encode_pair<F>(c, tile, t, b, elems, stage, x, masks, my_heads);
+    const u32 tile_elems = present_elems(c.g, tile_index);
+    L pairs[kPairs];
+    u32 totals[kPairs], before[kPairs];
+#pragma unroll
+    for (u32 i = 0; i < kPairs; i++) {
+        const u32 b = 2 * (warp + i * L::kWarps), elems = tile_elems - min(tile_elems, b * kBlockElems);
+        u32 my_heads[2] = {0, 0};
+        totals[i] = pairs[i].encode(c, tile, t, tile_index, b, elems, shared, my_heads);
+        if (lane < 2) heads[b + lane] = lane ? my_heads[1] | (totals[i] & 0xffff0000u) : my_heads[0] | totals[i] << 16;
     }
-    const u32 counts = __popc(masks[0]) | __popc(masks[1]) << 16, inclusive = scan_inclusive(counts);
-    const u32 totals = __shfl_sync(kAllLanes, inclusive, kWarp - 1);
-    if (lane < 2) heads[b + lane] = lane ? my_heads[1] | (totals & 0xffff0000u) : my_heads[0] | totals << 16;
     __syncthreads();
 
     const u32 head = heads[lane], total = __reduce_add_sync(kAllLanes, head >> 16);
-    const u32 before = __reduce_add_sync(kAllLanes, lane < b ? head >> 16 : 0);
+#pragma unroll
+    for (u32 i = 0; i < kPairs; i++)
+        before[i] = __reduce_add_sync(kAllLanes, lane < 2 * (warp + i * L::kWarps) ? head >> 16 : 0);
     const Workspace ws = find_workspace(c, blockIdx.y);
     if (threadIdx.x == 0) send(ws.tiles + tile_index, tag, total);
     const u32 capacity = t.escapes_capacity;
-    u32 at[2] = {before + (inclusive & 0xffff), before + (totals & 0xffff) + (inclusive >> 16)};           // behind this lane's escapes
+#pragma unroll
+    for (u32 i = 0; i < kPairs; i++) pairs[i].place(before[i], totals[i]);
     u8* slots = tile + t.escapes_offset;
     u32 spill_offset = 0;
     if (total <= capacity) {
-        store_in_slots<F>(masks, stage, slots, at);
+#pragma unroll
+        for (u32 i = 0; i < kPairs; i++) pairs[i].store(slots);
 #pragma unroll 1
-        for (u32 i = total + threadIdx.x; i < capacity; i += kEncodeWarps * kWarp) slots[i] = 0;
+        for (u32 i = total + threadIdx.x; i < capacity; i += L::kWarps * kWarp) slots[i] = 0;
     } else {
         const u32 group = tile_index / (u32)c.g.group_tiles;
         spill_offset = earlier_spills(c, ws.tiles, tag, group * (u32)c.g.group_tiles, tile_index);
@@ -161,8 +287,7 @@ __device__ __forceinline__ void encode_tile(const Call& c) {
         if ((u64)spill_offset + (total - capacity) <= pool_size(c.g, group))
             pool = frame + c.g.pools_offset + group * c.g.pool_bytes + spill_offset;
 #pragma unroll
-        for (u32 k = 0; k < 2; k++)
-            store_and_spill(masks[k], stage + k * kBlockStage<F>, at[k] - __popc(masks[k]), slots, capacity, pool);
+        for (u32 i = 0; i < kPairs; i++) pairs[i].spill(slots, capacity, pool);
     }
     if (warp == 0 && lane < t.num_blocks) ((u32*)(tile + kTileHeaderBytes))[lane] = head;
     if (warp == 0 && lane < 4) ((u32*)tile)[lane] = lane == 0 ? total : lane == 1 ? spill_offset : 0;

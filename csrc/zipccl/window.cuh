@@ -46,12 +46,13 @@ __device__ __forceinline__ Sums stage_exponents(const u32 (&x)[F::kWords], u8* s
     return s;
 }
 
-// How many of the lane's exponents are not 0.
+// How many of the lane's exponents are not 0; kStride: bytes from four of them to the next.
+template <u32 kStride>
 __device__ __forceinline__ u32 count_nonzero(const u8* stage) {
     u32 count = 0;                                   // times 128
 #pragma unroll
     for (u32 i = 0; i < 8; i++) {
-        const u32 e = ((const u32*)stage)[i];
+        const u32 e = *(const u32*)(stage + kStride * i);
         count = __dp4a((((e & 0x7f * kBytes) + 0x7f * kBytes) | e) & 0x80 * kBytes, kBytes, count);
     }
     return count / 128;

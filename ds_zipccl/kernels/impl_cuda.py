@@ -24,7 +24,8 @@ from zipscape.op_builder.zipccl import ZIPCCL_CUDA
 log = logging.getLogger("ds_zipccl")
 
 FRAME_ALIGN = 16             # what the kernels need of a frame's address and stride; others are copied first
-_KINDS = ("a frame header is not what this call expects, or marked as overflowed", "a block's escape count differs from its codes",
+_KINDS = ("a frame header is not what this call expects, or marked as overflowed",
+          "a block's escape count differs from its codes, or its stream's length from its header",
           "a tile's escape count differs from its blocks'", "block mode or window base out of range",
           "a tile's spill lies outside its sub-pool")              # bits of the error word, csrc/zipccl/frame.cuh
 
@@ -94,6 +95,8 @@ class _Device:
 class CudaKernels:
     """A kernel set (ops.py has the contract) over ``calls``, an object like CudaCalls. ``arches``: what they were compiled for; none
     where they are compiled for each device when it is first used."""
+
+    levels = (1, 2)
 
     def __init__(self, calls, built_by: str, arches: tuple = ()):
         self._calls, self._arches = calls, arches

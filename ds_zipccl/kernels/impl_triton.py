@@ -1,5 +1,6 @@
 """The Triton kernels as a kernel set: the same frames as every other implementation, portable (triton_encode.py,
-triton_decode.py). Queued on the current stream, nothing waits; corrupt frames are noted as impl_cuda.py describes.
+triton_decode.py). Queued on the current stream, nothing waits; corrupt frames are noted as impl_cuda.py describes. Level 1 alone:
+frames of level 2 are a KernelError.
 
 With TRITON_INTERPRET=1 in the environment (before Triton is first imported) the kernels run on CPU tensors: slow, for tests.
 """
@@ -8,7 +9,7 @@ import struct
 
 import torch
 
-from ds_zipccl.errors import FrameError
+from ds_zipccl.errors import FrameError, KernelError
 from ds_zipccl.kernels.geometry import Geometry
 from zipscape.errors import BuildError, describe
 
@@ -33,6 +34,9 @@ class _Numbers:
     """The kernels' arguments that a geometry decides, in their order."""
 
     def __init__(self, g: Geometry):
+        if g.level not in TritonKernels.levels:
+            raise KernelError(describe("the Triton kernels do not know this compression level", got=g.level, expected=1,
+                                       todo='use kernels "cuda", or level 1'))
         header = struct.unpack("<5i", g.header[:20])
         place = (g.tiles_offset, g.tile_bytes, g.last_blocks)
         sections = (g.escapes_offset, g.escapes_capacity, g.codes_offset, g.extra_offset, g.planes_offset, g.last_escapes_offset,
@@ -55,6 +59,7 @@ def _is_wide(row_bytes: int, *tensors: torch.Tensor) -> int:
 
 class TritonKernels:
     """A kernel set; ops.py has the contract."""
+    levels = (1,)
 
     def __init__(self, launches: dict[str, tuple[int, int | None]] = LAUNCHES):
         from ds_zipccl.kernels import triton_decode, triton_encode

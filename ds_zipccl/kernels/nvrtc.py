@@ -18,6 +18,7 @@ _DTYPE_NAMES = {1: "bf16", 2: "fp16", 3: "fp32"}
 _FLAGS = ("--std=c++17", "-fmad=false", "-default-device")
 _WARPS = {"encode": 16, "decode": 4, "reduce": 4, "reduce2": 4}          # as in codec.cu
 _TILE_BLOCKS = 32
+_ENCODE_LEVEL2 = 8, 8 * 2048 + 32 * 1792                                  # warps, bytes of shared memory: EncodeLevel2 in encode.cuh
 _BLOCK_STAGE = {2: 32 * 48, 4: 32 * 80}      # bytes of shared memory that encode needs for a block, by item size
 _MAX_DYNAMIC_SHARED = 8                      # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
@@ -102,8 +103,11 @@ class NvrtcCalls:
     def _launch(self, operation: str, g, num_ctas: int, num_rows: int, stream: int, *fields: int) -> None:
         if not (num_ctas and num_rows):
             return
-        shared = _TILE_BLOCKS * _BLOCK_STAGE[g.itemsize] if operation == "encode" else 0
-        key = torch.cuda.current_device(), f"zipccl_{operation}_{_DTYPE_NAMES[g.dtype_code]}"
+        warps, shared = _WARPS[operation], _TILE_BLOCKS * _BLOCK_STAGE[g.itemsize] if operation == "encode" else 0
+        if g.level == 2 and operation == "encode":
+            warps, shared = _ENCODE_LEVEL2
+        name = f"zipccl_{operation}_{_DTYPE_NAMES[g.dtype_code]}{'_level2' if g.level == 2 else ''}"
+        key = torch.cuda.current_device(), name
         function = self._functions.get(key)
         if function is None:
             function = ctypes.c_void_p()
@@ -113,7 +117,7 @@ class NvrtcCalls:
             self._functions[key] = function
         call = ctypes.create_string_buffer(packed_geometry(g) + struct.pack(f"<{len(fields)}q", *fields))      # struct Call
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(call))
-        self._check(self._driver.cuLaunchKernel(function, num_ctas, num_rows, 1, 32 * _WARPS[operation], 1, 1, shared,
+        self._check(self._driver.cuLaunchKernel(function, num_ctas, num_rows, 1, 32 * warps, 1, 1, shared,
                                                 ctypes.c_void_p(stream), arguments, None), f"to launch {key[1]}")
 
     def prepare(self) -> tuple[int, int, int]:

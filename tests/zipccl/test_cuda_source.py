@@ -23,6 +23,9 @@ CSRC = csrc_dir()
 BITS = {2: torch.int16, 4: torch.int32}
 BF16 = TABLE[0]
 DTYPES = pytest.mark.parametrize("dtype", TABLE, ids=lambda row: row.name)
+LEVELS = pytest.mark.parametrize("level", BF16.levels)
+FORMATS = pytest.mark.parametrize("dtype, level", [(row, level) for row in TABLE for level in row.levels],
+                                  ids=lambda value: getattr(value, "name", f"level{value}"))
 SIZES = (0, 1, 3, 1023, 1025, 32768, 32769, 70001)
 
 
@@ -60,7 +63,10 @@ def make(kind: str, n: int, dtype, seed: int = 0) -> torch.Tensor:
     if kind == "bits":
         width = 8 * dtype.itemsize - 1
         return torch.randint(-(1 << width), 1 << width, (n,), generator=g).to(BITS[dtype.itemsize]).view(dtype.torch_dtype)
-    scale = {"gauss": 0.02, "zeros": 0.0, "sparse": 0.02 * (torch.rand(n, generator=g) > 0.1),
+    if kind == "specials":
+        z[::7], z[3::11], z[5::13], z[1::17] = float("inf"), float("nan"), 1e-39, -0.0
+    scale = {"gauss": 0.02, "specials": 1.0, "zeros": 0.0, "sparse": 0.02 * (torch.rand(n, generator=g) > 0.1),
+             "half zeros": 0.02 * (torch.rand(n, generator=g) > 0.5),
              "tail": torch.exp(2 * torch.randn(n, generator=g))}[kind]
     return (z * scale).to(dtype.torch_dtype)
 
@@ -121,13 +127,14 @@ def check(calls, x, g, skip=-1):
     assert int(errors) == 0 and torch.equal(total.view(BITS[item]), expected_total.view(BITS[item]))
 
 
-@DTYPES
-@pytest.mark.parametrize("kind", ["gauss", "sparse", "zeros", "tail", "bits"])
-def test_bytes_equal_the_reference(emulated, dtype, kind):
+@FORMATS
+@pytest.mark.parametrize("kind", ["gauss", "sparse", "zeros", "tail", "bits", "half zeros", "specials"])
+def test_bytes_equal_the_reference(emulated, dtype, level, kind):
     for n in SIZES:
-        for capacity, spill in ((35, 64), (20, 2048)):
+        for capacity, spill in ((35, 64), (20, 2048)) if level == 1 else ((95, 64), (60, 40000)):
             rows = 2 + n % 2
-            check(emulated, rows_of(kind, rows, n, dtype, n % 3), fmt.layout(dtype, n, capacity, spill), skip=n % (rows + 1) - 1)
+            g = fmt.layout(dtype, n, capacity, spill, level=level)
+            check(emulated, rows_of(kind, rows, n, dtype, n % 3), g, skip=n % (rows + 1) - 1)
 
 
 @DTYPES
@@ -146,25 +153,49 @@ def test_limit_of_spread_blocks(emulated, dtype):
     check(emulated, x, fmt.layout(dtype, 65536, 400, 64))
 
 
-def test_every_bf16_pattern(emulated):
-    x = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16).view(1, -1)
-    check(emulated, x, fmt.layout(BF16, x.shape[1], 1024, 0))
+@LEVELS
+def test_every_bf16_pattern(emulated, level):
+    x = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
+    x = torch.stack([x, x[torch.randperm(1 << 16, generator=torch.Generator().manual_seed(1))]])
+    check(emulated, x, fmt.layout(BF16, x.shape[1], fmt.LEVELS[level].max_slot_bytes, 0, level=level))
 
 
-def test_spills_of_many_tiles_over_two_groups(emulated):
+@LEVELS
+def test_spills_of_many_tiles_over_two_groups(emulated, level):
     n = 32768 * 260 + 77
     x = make("gauss", n, BF16).view(1, -1)
-    check(emulated, x, fmt.layout(BF16, n, 22, 600))           # fits the sub-pools
-    check(emulated, x, fmt.layout(BF16, n, 22, 64))            # overflows them
+    for capacity, spill in ((22, 600), (22, 64)) if level == 1 else ((80, 2000), (80, 64)):        # fits the sub-pools, overflows them
+        check(emulated, x, fmt.layout(BF16, n, capacity, spill, level=level))
 
 
-def test_corrupt_metadata_is_reported_as_by_the_reference(emulated):
+def test_level_2_near_its_limits(emulated):
+    """Exponents at both ends, where the window is cut off; classes by a step of the mean; shares of zeros around both limits."""
+    generator = torch.Generator().manual_seed(7)
+    z = torch.randn(65536, generator=generator)
+    scales = torch.logspace(-38.5, 38, 64).repeat_interleave(1024)
+    rows = [z * scales, z * 2 ** torch.linspace(-2, 2, 65536)]
+    for percent in (26 / 10.24, 170 / 10.24):
+        share = torch.linspace(percent - 0.6, percent + 0.6, 64).repeat_interleave(1024) / 100
+        rows.append(rows[1] * (torch.rand(65536, generator=generator) > share))
+    x = torch.stack(rows).to(torch.bfloat16)
+    check(emulated, x, fmt.layout(BF16, 65536, 400, 64, level=2))
+    modes = set(encode(emulated, x, fmt.layout(BF16, 65536, 400, 64, level=2))[0][:, 128 + 17:128 + 144:4].flatten().tolist())
+    assert modes == set(range(6))
+    for capacity, spill in ((0, 0), (0, 65000), (1792, 64)):
+        check(emulated, rows_of("tail", 1, 5000, BF16, 0), fmt.layout(BF16, 5000, capacity, spill, level=2))
+    check(emulated, rows_of("sparse", 9, 5000, BF16, 1), fmt.layout(BF16, 5000, 1792, 0, level=2), skip=4)
+
+
+@LEVELS
+def test_corrupt_metadata_is_reported_as_by_the_reference(emulated, level):
     x = rows_of("gauss", 1, 40000, BF16, 0)
-    g = fmt.layout(BF16, x.shape[1], 22, 600)
+    g = fmt.layout(BF16, x.shape[1], *((22, 600) if level == 1 else (60, 4000)), level=level)
     good, _ = encode(emulated, x, g)
     out, silent = torch.empty_like(x), 0
     generator = torch.Generator().manual_seed(5)
     places = [*range(128 + 16 + 4 * 32), *range(g.tile_bytes + 128, g.tile_bytes + 128 + 16 + 4 * g.last_blocks), 128 + g.codes_offset]
+    if level == 2:                             # the streams, too
+        places += [*range(272, 272 + 60, 3), *range(272 + 60, 128 + g.codes_offset, 97), *range(g.pools_offset, g.pools_offset + 900, 29)]
     for place in places:
         frames = good.clone()
         frames[0, place] ^= 1 << int(torch.randint(8, (1,), generator=generator))
@@ -184,6 +215,9 @@ def test_nvrtc_launches_what_the_source_says():
     assert warps == nvrtc._WARPS
     wide, narrow = map(int, re.search(r"kLaneStage = F::kItem == 4 \? (\d+) : (\d+)", (CSRC / "zipccl/window.cuh").read_text()).groups())
     assert {2: 32 * narrow, 4: 32 * wide} == nvrtc._BLOCK_STAGE
+    level2_warps, stream = (int(re.search(pattern, source + (CSRC / "zipccl/level2.cuh").read_text())[1])
+                            for pattern in (r"define ZIPCCL_ENCODE2_WARPS (\d+)", r"kStreamBytes = (\d+)"))
+    assert nvrtc._ENCODE_LEVEL2 == (level2_warps, level2_warps * 2 * 1024 + 32 * stream)
 
 
 def test_workspace_size_is_the_same_on_both_sides(emulated):

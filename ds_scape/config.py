@@ -66,6 +66,9 @@ class ScapeParams(GroupParams):
     catch_up: bool = True
     """A synchronisation stands for all steps since the last one. false: for one step, the literal reading, for comparison only."""
 
+    offload: bool = False
+    """Residuals in host memory (page-locked on GPUs). Same results."""
+
     save_residual: Literal["full", "mean", "flush"] = "full"
     """What a checkpoint keeps of the residuals: every rank's (resuming is bit-equal), their mean, or none after one dense step."""
 

@@ -31,7 +31,8 @@ def residual_record(flow: Flow, kind: str) -> dict:
 
 def _mean(flow: Flow, flat) -> torch.Tensor:
     """[P]: the mean over the ranks of their residuals, this rank's partition, summed in rank order."""
-    rows = flow.transport.to_owners(flat.residual, [flat.layout.partition_numel] * flow.transport.world_size, "checkpoint")
+    splits = [flat.layout.partition_numel] * flow.transport.world_size
+    rows = flow.transport.to_owners(flat.residual.to(flat.copies.device), splits, "checkpoint")
     total = rows[0].clone()
     for row in rows[1:]:
         total += row
@@ -49,6 +50,6 @@ def restore_residuals(flow: Flow, record: dict) -> None:
         if record["kind"] == "full":
             flat.residual.copy_(record["residual"][i])
         elif record["kind"] == "mean":
-            flat.residual.copy_(flow.transport.gather(record["residual"][i].to(flat.residual.device), "checkpoint").reshape(-1))
+            flat.residual.copy_(flow.transport.gather(record["residual"][i].to(flat.copies.device), "checkpoint").reshape(-1))
         else:
             flat.residual.zero_()

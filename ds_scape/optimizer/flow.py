@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_scape.config import ScapeParams
+from ds_scape.optimizer import offload
 from ds_scape.optimizer.state import FlatState
 from ds_scape.sync import mask as masks
 from ds_scape.sync.partition import Layout
@@ -53,14 +54,11 @@ class Flow:
         self.codec = masks.MaskCodec(self.layout, params.mask_encoding) if self.layout.has_masks else None
         self.num_steps = self.last_dense_step = 0
         self.is_watched, self.mask_overlap = False, None        # the share of the next mask that is in the present one too; if watched
+        self._device = flats[0].copies.device
         self._wire = _WIRE[params.values_dtype]
         self._all_dense = Positions(self.layout, transport.rank, None)
         self._positions, self._mask_message, self._arriving = self._all_dense, None, None
         self._unmasked_step = 1             # a step that has no mask: the first, and one after a mask could not be restored
-
-    @property
-    def masked(self) -> list[FlatState]:
-        return [flat for flat in self.flats if not flat.layout.is_full]
 
     def is_dense(self, step: int) -> bool:
         """Whether step number ``step`` (from 1) runs without masks."""
@@ -78,10 +76,11 @@ class Flow:
         positions = self._take_positions()
         self.last_dense_step = step if positions.dense else self.last_dense_step
         factor = norms.clip_factor(square, max_norm) / loss_scale
-        early_scores = self._enter(fresh, factor)
-        self._synchronise(positions)
+        entered = [self._enter(flat, gradient, factor, index, self._wire)
+                   for flat, gradient, index in zip(self.flats, fresh, positions.whole, strict=True)]
+        self._synchronise([values for values, _, _ in entered], positions)
         if not self.is_dense(step + 1):
-            self._start_mask(early_scores, positions)
+            self._start_mask(entered, positions)
         return StepResult(True, (), grad_norm, positions.dense)
 
     @torch.no_grad()
@@ -91,8 +90,9 @@ class Flow:
         Exact values are sent, once, by all ranks. What coordinates of the last step still hold is the wire's rounding error of that step;
         it is dropped, since no step has passed for which it could be applied.
         """
-        dtype = self.flats[0].residual.dtype
-        means = reduce_to_owners([flat.residual for flat in self.flats], self._all_dense, self.transport, dtype)
+        dtype = self.flats[0].weight.dtype
+        taken = [self._enter(flat, None, 1.0, None, dtype)[0] for flat in self.flats]
+        means = reduce_to_owners(taken, self._all_dense, self.transport, dtype)
         for flat, mean in zip(self.flats, means, strict=True):
             waiting = (flat.last_sync < self.num_steps).nonzero().view(-1)
             self._owner_step(flat, mean.to(flat.weight.device)[waiting], waiting)
@@ -119,7 +119,7 @@ class Flow:
         if self.is_dense(self.num_steps + 1):
             return
         if saved["mask"] is not None and saved["shape_of_masks"] == self._shape_of_masks():
-            self._send_mask(saved["mask"].to(self.flats[0].residual.device, copy=True))
+            self._send_mask(saved["mask"].to(self._device, copy=True))
         else:
             self._unmasked_step = self.num_steps + 1
             if self.transport.rank == 0 and self.num_steps:
@@ -129,7 +129,7 @@ class Flow:
     def restart(self, num_steps: int) -> None:
         """Goes on from ``num_steps`` steps with the present weights, momentum and q, but with nothing waiting: residuals 0, all coordinates
         up to date, the next step without masks. All ranks together; the largest of their numbers counts."""
-        number = torch.tensor([num_steps], dtype=torch.int64, device=self.flats[0].residual.device)
+        number = torch.tensor([num_steps], dtype=torch.int64, device=self._device)
         self.num_steps = int(self.transport.gather(number, "checkpoint").max())
         for flat in self.flats:
             flat.residual.zero_()
@@ -157,24 +157,30 @@ class Flow:
                     total += ((index + 1) * weights).sum() % CHECKSUM_MODULUS
         return (total % CHECKSUM_MODULUS).to(torch.float64)
 
-    # --- 2: gradients into residuals --------------------------------------------------------------------------------------------------
-    def _enter(self, fresh, factor):
-        """Fresh gradients go into the residuals; returns the scores of the literal reading where it is asked for."""
-        early = []
-        for flat, gradient in zip(self.flats, fresh, strict=True):
-            residuals.accumulate(flat.residual, gradient, factor)
-            if flat.layout.is_full:
-                continue                    # nothing to rank
-            betas = flat.group["betas"]
-            own = residuals.scaled(self._owned(flat, gradient), factor, flat.square.dtype)
-            scape_rule.track_square(flat.square, own, beta2=betas[1])
-            if self.params.mask_statistic == "first_moment":
-                early.append(scape_rule.score_first_moment(flat.momentum, self._owned(flat, flat.residual), beta1=betas[0]))
-        return early
+    # --- 2: gradients into residuals, and what is sent out of them ----------------------------------------------------------------------
+    def _enter(self, flat: FlatState, gradient, factor, index, wire):
+        """Adds the fresh gradient (None: nothing) to the residual and takes out what is sent. Returns (values, scores of the literal
+        reading where it is asked for, the residual that is left in the rank's own partition)."""
+        rank, size, betas = self.transport.rank, flat.layout.partition_numel, flat.group["betas"]
+        own, early = slice(rank * size, (rank + 1) * size), None
+        is_early = self.params.mask_statistic == "first_moment" and gradient is not None
+        if gradient is not None and not flat.layout.is_full:            # otherwise there is nothing to rank
+            own_gradient = residuals.scaled(self._owned(flat, gradient), factor, flat.square.dtype)
+            scape_rule.track_square(flat.square, own_gradient, beta2=betas[1])
+        if flat.passage is not None:
+            values, before, after = offload.enter(flat.residual, flat.passage, gradient, factor, index, wire, own, is_early)
+        else:
+            if gradient is not None:
+                residuals.accumulate(flat.residual, gradient, factor)
+            before = flat.residual[own].clone() if is_early else None
+            values, after = residuals.take(flat.residual, index, wire), flat.residual[own]
+        if is_early:
+            early = scape_rule.score_first_moment(flat.momentum, before.to(flat.weight.device), beta1=betas[0])
+        return values, early, after
 
     # --- 3, 4, 5: values to the owners, weights back ----------------------------------------------------------------------------------
-    def _synchronise(self, positions: Positions) -> None:
-        means = reduce_to_owners([flat.residual for flat in self.flats], positions, self.transport, self._wire)
+    def _synchronise(self, taken, positions: Positions) -> None:
+        means = reduce_to_owners(taken, positions, self.transport, self.flats[0].weight.dtype)
         changed = []
         for i, (flat, mean) in enumerate(zip(self.flats, means, strict=True)):
             flat.advance_decay()
@@ -199,17 +205,19 @@ class Flow:
         return flat.own(whole, self.transport.rank).to(flat.weight.device)
 
     # --- 6: the next mask ---------------------------------------------------------------------------------------------------------------
-    def _start_mask(self, early_scores, positions) -> None:
+    def _start_mask(self, entered, positions) -> None:
         rank, chosen = self.transport.rank, []
-        for j, flat in enumerate(self.masked):
-            scores = early_scores[j] if early_scores else scape_rule.score_residual(self._owned(flat, flat.residual), flat.square)
+        for flat, (_, early, left) in zip(self.flats, entered, strict=True):
+            if flat.layout.is_full:
+                continue
+            scores = scape_rule.score_residual(left.to(flat.weight.device), flat.square) if early is None else early
             overdue = self.num_steps - flat.last_sync >= flat.max_age
             chosen.append(masks.select(scores, overdue, flat.layout.segments[rank]))
         if self.is_watched and not positions.dense:
             present = [positions.own[i] for i, flat in enumerate(self.flats) if not flat.layout.is_full]
             both = sum(int(mask[index.to(mask.device)].sum()) for mask, index in zip(chosen, present, strict=True))
             self.mask_overlap = both / max(1, sum(map(len, present)))
-        self._send_mask(self.codec.encode(chosen, rank).to(self.flats[0].residual.device))
+        self._send_mask(self.codec.encode(chosen, rank).to(self._device))
 
     def _send_mask(self, message: torch.Tensor) -> None:
         self._mask_message, self._positions = message, None

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from ds_scape.config import GroupParams, parse
 from ds_scape.optimizer.flow import Flow, StepResult
+from ds_scape.optimizer.offload import Passage, host_residual
 from ds_scape.optimizer.state import FlatState
 from ds_scape.sync.partition import TensorSlot, flat_layout
 from ds_scape.sync.transport import Transport
@@ -100,15 +101,16 @@ class SCAPE(torch.optim.Optimizer):
         if len({p.device for p in params}) > 1:
             raise ConfigError(describe("SCAPE needs all parameters on one device", got=sorted({str(p.device) for p in params})))
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
-        flats = []
+        flats, passage = [], Passage(params[0].device) if self.params.offload else None
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.requires_grad):
                 copies = p.detach().contiguous().view(-1)
                 weight = copies.to(dtype)           # the same storage where the dtype is: then the copies are the master
                 layout = flat_layout([TensorSlot(0, p.numel(), p.dim())], p.numel(), 1, group["density"])
-                new = [torch.zeros_like(weight) for _ in range(3)]
-                flats.append(FlatState(layout, copies, new[0], weight, new[1], new[2],
-                                       torch.zeros(p.numel(), dtype=torch.int32, device=p.device), group, self.params))
+                momentum, square = torch.zeros_like(weight), torch.zeros_like(weight)
+                last_sync = torch.zeros(p.numel(), dtype=torch.int32, device=p.device)
+                residual = host_residual(p.numel(), dtype, p.device) if passage else torch.zeros_like(weight)
+                flats.append(FlatState(layout, copies, residual, weight, momentum, square, last_sync, group, self.params, passage))
         return Flow(flats, self.params, Transport())
 
     def _named(self, flat: FlatState) -> dict:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ds_scape.config import ScapeParams
+from ds_scape.optimizer.offload import Passage
 from ds_scape.sync.partition import FlatLayout
 from ds_scape.update import tables
 from ds_scape.update.adams import decay_factor
@@ -17,7 +18,7 @@ class FlatState:
     copies: torch.Tensor
     """[W * P], model dtype: the weights that this rank computes with."""
     residual: torch.Tensor
-    """[W * P]: what this rank has not sent yet, in gradient units."""
+    """[W * P]: what this rank has not sent yet, in gradient units. In host memory under offload."""
     weight: torch.Tensor
     """[P]: master weights of the rank's partition."""
     momentum: torch.Tensor
@@ -29,6 +30,8 @@ class FlatState:
     group: dict
     """The parameter group: "lr", "betas", "eps", "weight_decay", "density", read afresh in every step."""
     params: ScapeParams
+    passage: Passage | None = None
+    """The way of a residual in host memory through the device; None where it is on the device."""
     decay: torch.Tensor = field(init=False)
     """float64 [H + 1] on the host: products of the weight decay factors by age (update/tables.py)."""
     _tables: tuple = field(default=(None, None), init=False)

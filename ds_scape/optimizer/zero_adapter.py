@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ds_scape.optimizer.checkpoint import announce_size, residual_record, restore_residuals
 from ds_scape.optimizer.flow import Flow
+from ds_scape.optimizer.offload import Passage, host_residual
 from ds_scape.optimizer.refusals import check_engine
 from ds_scape.optimizer.scape import SCAPE
 from ds_scape.optimizer.scape_adams import ScapeAdamS
@@ -206,7 +207,16 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         layout = flat_layout(slots, copies.numel(), self.partition_count[i], group["density"])
         momentum, square = (torch.zeros_like(weight, requires_grad=False) for _ in range(2))
         last_sync = torch.zeros_like(weight, dtype=torch.int32, requires_grad=False)
-        return FlatState(layout, copies, torch.zeros_like(copies, dtype=weight.dtype), weight, momentum, square, last_sync, group, params)
+        if not params.offload:
+            residual, passage = torch.zeros_like(copies, dtype=weight.dtype), None
+        else:
+            residual, passage = host_residual(copies.numel(), weight.dtype, copies.device), self._passage(copies.device)
+        return FlatState(layout, copies, residual, weight, momentum, square, last_sync, group, params, passage)
+
+    def _passage(self, device) -> Passage:
+        """One for all groups: its two buffers are all that offload needs on the device."""
+        self._way = getattr(self, "_way", None) or Passage(device)
+        return self._way
 
     def _announce_memory(self) -> None:
         """Rank 0 says what SCAPE holds on this rank beyond dense ZeRO with gradients of the same type."""
@@ -341,5 +351,5 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
 
     def _move_residuals(self, device) -> None:
         """They go with the optimizer's states; so do the gradients of the step under way."""
-        for tensor in (*self.fresh_gradients, *(flat.residual for flat in self.flow.flats)):
+        for tensor in (*self.fresh_gradients, *(flat.residual for flat in self.flow.flats if flat.passage is None)):
             tensor.data = tensor.data.to(device)

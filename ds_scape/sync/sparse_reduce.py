@@ -7,7 +7,6 @@ import torch
 
 from ds_scape.sync.partition import Layout
 from ds_scape.sync.transport import Transport
-from ds_scape.update import residual as residuals
 
 
 class Positions:
@@ -32,12 +31,11 @@ class Positions:
 
 
 @torch.no_grad()
-def reduce_to_owners(residual: list[torch.Tensor], positions: Positions, transport: Transport, wire: torch.dtype) -> list[torch.Tensor]:
-    """Takes the chosen values out of every buffer's residual, sends them to their owners and returns, per buffer, the mean over the workers
-    of what this rank owns: [k] in the residual's dtype, summed in rank order."""
-    taken = [residuals.take(r, index, wire) for r, index in zip(residual, positions.whole, strict=True)]
+def reduce_to_owners(taken: list[torch.Tensor], positions: Positions, transport: Transport, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Sends what was taken out of the residuals (per buffer, in the order of ``positions.whole``) to its owners. Returns, per buffer, the
+    mean over the workers of what this rank owns: [k] in ``dtype``, summed in rank order."""
     received = transport.to_owners(_by_owner(taken, positions.counts), positions.splits, "values")
-    total = received[0].to(residual[0].dtype, copy=True)
+    total = received[0].to(dtype, copy=True)
     for row in received[1:]:
         total.add_(row)
     return list(total.div_(transport.world_size).split(positions.counts[transport.rank]))

@@ -46,7 +46,7 @@ def save_and_resume(kind, stage=2, resumed_with=None, **params):
 
 def case_full_resumes_bit_equal(rank, world_size):
     """C101: residuals, pending mask, ages, decay products, scheduler: nothing is lost."""
-    for stage, params in ((1, {}), (2, {}), (2, {"density": 0.02, "dense_warmup_steps": 4}), (2, {"dense_warmup_steps": 7})):
+    for stage, params in ((1, {}), (2, {"offload": True}), (2, {"density": 0.02, "dense_warmup_steps": 4}), (2, {"dense_warmup_steps": 7})):
         engine, other, _ = save_and_resume("full", stage, **params)
         for number in range(5, 12):
             assert micro_step(engine, number) == micro_step(other, number), (stage, params, number)

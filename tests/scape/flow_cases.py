@@ -39,6 +39,13 @@ def case_dense_warmup_then_index_masks(rank, world_size):
     assert flow.codec.encoding == "indices"
 
 
+def case_offload(rank, world_size):
+    """Pieces of 100 elements, which divide neither buffers nor partitions; one piece for all; the literal reading, which ranks early."""
+    _equal_to_simulation(rank, world_size, 20, dtype=torch.bfloat16, offload=True, max_norm=0.004)
+    _equal_to_simulation(rank, world_size, 8, offload=True, piece=1 << 20, densities=(0.02, 1.0, 0.02), dense_warmup_steps=3)
+    _equal_to_simulation(rank, world_size, 8, offload=True, mask_statistic="first_moment", catch_up=False)
+
+
 def case_literal_reading(rank, world_size):
     _equal_to_simulation(rank, world_size, 30, mask_statistic="first_moment", catch_up=False)
 

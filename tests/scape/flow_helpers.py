@@ -3,6 +3,7 @@ import torch
 
 from ds_scape.config import ScapeParams
 from ds_scape.optimizer.flow import Flow
+from ds_scape.optimizer.offload import Passage, host_residual
 from ds_scape.optimizer.state import FlatState
 from ds_scape.sync.partition import TensorSlot, flat_layout
 from ds_scape.sync.transport import Transport
@@ -26,7 +27,8 @@ def slots_of(shapes):
 class Problem:
     """Buffers, groups and gradients; equal on all ranks, from seeds."""
 
-    def __init__(self, world_size, *, dtype=torch.float32, densities=(0.1, 0.1, 0.03), seed=0, shapes=SHAPES, **params):
+    def __init__(self, world_size, *, dtype=torch.float32, densities=(0.1, 0.1, 0.03), seed=0, shapes=SHAPES, piece=100, **params):
+        self.piece = piece                  # elements that an offloaded residual moves at a time
         self.world_size, self.dtype, self.seed = world_size, dtype, seed
         self.wire = torch.float64 if dtype == torch.float64 else {"bf16": torch.bfloat16, "fp32": torch.float32}[
             params.get("values_dtype", "bf16")]
@@ -75,8 +77,11 @@ class Problem:
         for slots, buffer, group in zip(self.slots, self.buffers, self.groups, strict=True):
             layout = flat_layout(slots, buffer.numel(), self.world_size, group["density"])
             part = buffer.to(self.state_dtype()).split(layout.partition_numel)[rank].clone()
-            flats.append(FlatState(layout, buffer.clone(), torch.zeros(buffer.numel(), dtype=part.dtype), part, torch.zeros_like(part),
-                                   torch.zeros_like(part), torch.zeros(part.numel(), dtype=torch.int32), dict(group), self.params))
+            passage = Passage(buffer.device, self.piece) if self.params.offload else None
+            residual = torch.zeros(buffer.numel(), dtype=part.dtype)
+            residual = host_residual(len(residual), part.dtype, buffer.device) if passage else residual
+            flats.append(FlatState(layout, buffer.clone(), residual, part, torch.zeros_like(part), torch.zeros_like(part),
+                                   torch.zeros(part.numel(), dtype=torch.int32), dict(group), self.params, passage))
         flow = Flow(flats, self.params, Transport(comm, None, rank, self.world_size))
         flow._wire = self.wire
         return flow
@@ -95,7 +100,7 @@ def compare(flow: Flow, simulation: Simulation, where: str) -> None:
         assert_same_bits(flat.copies, simulation.copies[rank][f], f"{where} copies of buffer {f}")
         assert_same_bits(flat.weight, owner.w, f"{where} master weights of buffer {f}")
         assert_same_bits(flat.momentum, owner.m, f"{where} momentum of buffer {f}")
-        assert_same_bits(flat.residual, simulation.residual[rank][f], f"{where} residual of buffer {f}")
+        assert_same_bits(flat.residual.to(flat.copies.device), simulation.residual[rank][f], f"{where} residual of buffer {f}")
         if not flat.layout.is_full:
             assert_same_bits(flat.square, owner.q, f"{where} square of buffer {f}")
         assert torch.equal(flow.num_steps - flat.last_sync.long(), owner.age), f"{where} ages of buffer {f}"

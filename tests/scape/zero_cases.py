@@ -194,6 +194,12 @@ def case_optimizer_offload(rank, world_size):
     engine.destroy()
 
 
+def case_residual_offload(rank, world_size):
+    engine = initialize(settings(2, optimizer={"params": {"offload": True}}))
+    train_beside_simulation(engine, STEPS)
+    engine.destroy()
+
+
 def case_client_optimizer(rank, world_size):
     """C103: an optimizer object in place of the JSON section."""
     config = settings(1)

@@ -41,7 +41,7 @@ def case_zipped_follows_the_simulation(rank, world_size):
 
 def case_shipped_configs_train(rank, world_size):
     documents = {path.name: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("scape_*.json"))}
-    assert {"scape_90.json", "scape_zipccl.json"} <= set(documents)
+    assert {"scape_90.json", "scape_99_offload.json", "scape_zipccl.json"} <= set(documents)
     for document in documents.values():
         document["optimizer"]["params"]["dense_warmup_steps"] = 2
         engine = initialize(document)

@@ -18,7 +18,6 @@ from ds_zipccl.backend.torch_batch import batch_through_coalescing
 from ds_zipccl.collectives.registry import Call, specs
 
 NAME = "zipccl"
-#: Point-to-point: nothing to compress, and not every rank takes part, so nothing may be settled here.
 FORWARDED = ("send", "recv", "recv_anysource")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -65,7 +64,7 @@ class ZipProcessGroup(ProcessGroup):
             work, rank = None, self.rank()
             num_bytes = asked.num_bytes and (lambda world: asked.num_bytes(rank, world))
             front.count_native(self._zipccl, asked.op, self._inner, num_bytes)
-        return getattr(self._inner, method)(*args, **kwargs) if work is None else work
+        return getattr(self._inner, method)(*args, **kwargs) if work is None else torch_session.launched(work)
 
     def _call(self, asked: torch_calls.Asked) -> Call | None:
         output, data = asked.output, asked.input
@@ -73,6 +72,11 @@ class ZipProcessGroup(ProcessGroup):
             return None
         in_place, output = data is output, _detached(output)
         return Call(asked.op, output, output if in_place else _detached(data), self._inner, **asked.fields)
+
+    def _forward(self, method: str, *args, **kwargs) -> dist.Work:
+        """Point to point: nothing to compress, and not every rank takes part, so nothing may be settled here."""
+        torch_session.complete_in_background()
+        return getattr(self._inner, method)(*args, **kwargs)
 
     def _start_coalescing(self, device):
         self._inner._start_coalescing(device)
@@ -147,7 +151,7 @@ for _name in torch_calls.METHODS:
     if hasattr(ProcessGroup, _name):
         setattr(ZipProcessGroup, _name, _method(_name, ZipProcessGroup._ask))
 for _name in FORWARDED:
-    setattr(ZipProcessGroup, _name, _method(_name, lambda self, name, *args, **kwargs: getattr(self._inner, name)(*args, **kwargs)))
+    setattr(ZipProcessGroup, _name, _method(_name, ZipProcessGroup._forward))
 
 
 def create(options, native_options=None) -> ZipProcessGroup:

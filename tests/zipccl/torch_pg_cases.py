@@ -8,7 +8,6 @@ from torch.utils._pytree import tree_leaves
 
 import ds_zipccl
 from ds_zipccl.backend.torch_pg import ZipProcessGroup
-from ds_zipccl.collectives.registry import specs
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits, specials
 from tests.zipccl.torch_pg_helpers import (
     AG,
@@ -20,6 +19,7 @@ from tests.zipccl.torch_pg_helpers import (
     like,
     native_group,
     pieces,
+    torchs_collectives,
 )
 
 assert init_process_group               # used by tests/helpers/ranks.py
@@ -37,7 +37,7 @@ def case_the_group_is_ours(rank, world):
 
 def case_every_registered_collective_equals_native(rank, world):
     """On exactly summable inputs, sync and async; and it is really zipped."""
-    for op, spec in specs().items():
+    for op, spec in torchs_collectives().items():
         output, data = spec.make_tensors(rank, world, 3000, BF16, torch.get_default_device())
         in_place = op in ("all_reduce", "broadcast")
         options = {"root": world - 1} if op == "broadcast" else {}
@@ -170,6 +170,29 @@ def _point_to_point(data, rank, world, group, device):
     return received
 
 
+def case_point_to_point_while_an_overflow_waits_to_be_sent_again(rank, world):
+    """Natively legal: rank 0 first receives from rank 1, which first waits for a gather in flight. Its data overflowed, so rank 0 has to
+    send again while it waits."""
+    if world == 1:
+        return
+    group = dist.new_group()
+    for size in (150000, 170000):                   # two classes: each overflows at its first call
+        data, out = random_bits(size, seed=rank), torch.empty(world, size, dtype=BF16)
+        before, message = count(AG, "overflows"), torch.full((5,), float(rank))
+        work = ALL_GATHER(out.view(-1), data, group=group, async_op=True)
+        if rank == 0:
+            dist.recv(message, 1)
+            work.wait()
+        else:
+            work.wait()
+            if rank == 1:
+                dist.send(message, 0)
+        assert count(AG, "overflows") == before + 1, "the case tests nothing"
+        assert rank or bool((message == 1).all())
+        assert_same_bits(out[rank], data, "own row")
+    dist.destroy_process_group(group)
+
+
 def case_calls_are_counted(rank, world):
     """Zipped and native, with reasons and bytes; the same words as under DeepSpeed."""
     before = ds_zipccl.statistics()
@@ -208,7 +231,7 @@ def case_only_bytes_are_on_the_wire(rank, world):
     """C50: a NaN checker below us (TORCH_NCCL_NAN_CHECK) sees uint8, whatever NaNs or placeholders the user's tensors hold."""
     if world == 1:
         return
-    for op, spec in specs().items():
+    for op, spec in torchs_collectives().items():
         output, data = spec.make_tensors(rank, world, 3000, BF16, torch.get_default_device())
         in_place = op in ("all_reduce", "broadcast")
         for tensor in (*pieces(output), *pieces(data)):

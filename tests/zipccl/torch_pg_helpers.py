@@ -3,6 +3,7 @@ import torch
 import torch.distributed as dist
 
 import ds_zipccl
+from ds_zipccl.collectives.registry import specs
 from ds_zipccl.collectives.work import DoneWork
 
 AG, RS = "all_gather_into_tensor", "reduce_scatter_tensor"
@@ -24,6 +25,11 @@ def native_group() -> dist.ProcessGroup:
     if _native["group"] is None:
         _native["group"] = dist.new_group(backend=_native["backend"])
     return _native["group"]
+
+
+def torchs_collectives() -> dict:
+    """The registry without what only seams of other hosts use."""
+    return {op: spec for op, spec in specs().items() if not spec.internal}
 
 
 def count(op: str, what: str = "calls_zipped") -> int:

@@ -22,13 +22,16 @@ def native_reduce_scatter(out: torch.Tensor, data: torch.Tensor, op, group: dist
 
 
 def all_gather_bytes(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Asynchronous all-gather of equal uint8 pieces on ``group``; ``own`` may be this rank's slice of ``out``."""
-    return _all_gather(out, own, group=group, async_op=True)
+    """Asynchronous all-gather of equal uint8 pieces on ``group``; ``own`` may be this rank's slice of ``out``.
+
+    The group's own method: torch's function around it costs 50 to 100 us of checks and logging, for tensors that are ours.
+    """
+    return group._allgather_base(out, own)
 
 
 def all_to_all_bytes(out: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Asynchronous all-to-all of equal uint8 pieces on ``group``."""
-    return dist.all_to_all_single(out, rows, group=group, async_op=True)
+    return group.alltoall_base(out, rows, [], [])
 
 
 def broadcast_bytes(data: torch.Tensor, root: int, group: dist.ProcessGroup) -> dist.Work:

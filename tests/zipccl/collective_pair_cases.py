@@ -262,6 +262,7 @@ def case_all_to_all_under_autograd(rank, world):
             @staticmethod
             def backward(ctx, grad):
                 assert not grad.is_contiguous()
+                grad = grad.contiguous() if grad.is_cuda else grad          # NCCL refuses such tensors, and we as it
                 out = torch.empty(grad.shape, dtype=grad.dtype)
                 carry_out(live, A2A, out, grad)
                 return out

@@ -9,7 +9,7 @@ from ds_zipccl.codec.codec import Codec
 from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.collectives import capacity, windows
 from ds_zipccl.kernels.rank_order import sum_in_order
-from tests.helpers.bits import assert_same_bits, gaussian
+from tests.helpers.bits import assert_same_bits, gaussian, random_bits
 from tests.zipccl.collective_helpers import AG, RS, carry_out, gathered, rank_order_sum, runtime
 
 SIZE = 70_000
@@ -118,7 +118,7 @@ def case_measured_once_per_class_and_again_after_an_overflow(rank, world):
 
 def case_data_that_never_compresses_is_still_given_up(rank, world):
     with runtime(window="sigma") as live:
-        noise = torch.randint(-2**15, 2**15, (SIZE,), generator=torch.Generator().manual_seed(rank)).to(torch.int16).view(BF16)
+        noise = random_bits(SIZE, seed=rank)
         for turn in range(3):
             out = torch.empty(world * SIZE, dtype=BF16)
             carry_out(live, AG, out, noise)

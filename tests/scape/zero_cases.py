@@ -324,20 +324,19 @@ def case_density_one_is_dense_adams_of_stock_zero(rank, world_size):
     """Against stock ZeRO with ScapeAdamS: the same arithmetic, on means that stock adds in gloo's order. At two ranks: the same bits."""
     runs = []
     for stage, kind, params in ((1, "SCAPE", {"density": 1.0, "values_dtype": "fp32"}), (1, "ScapeAdamS", {}), (2, "scapeadams", {})):
-        config = settings(stage, "fp32")
+        config = settings(stage, "fp32", accumulation=2)
         config["optimizer"] = {"type": kind, "params": {"lr": 0.01, **params}}
-        engine = initialize(config)
+        engine = initialize(config, parameters=two_groups)
         # Stock ZeRO cannot train a branch that one rank uses alone: its ranks would reduce different buckets.
         runs.append(([micro_step(engine, number, branch_ranks=()) for number in range(8)],
                      [p.detach().clone() for p in engine.module.parameters()]))
         engine.destroy()
-    for losses, parameters in runs[1:]:
+    for is_exact, (losses, parameters) in zip((world_size == 2, False), runs[1:], strict=True):
         worst = max(float((a - b).abs().max()) for a, b in zip(runs[0][1], parameters, strict=True) if a.numel())
-        # Beyond two ranks the last bit of a mean differs (order of the sum, division before or after it), and the next steps carry it on;
-        # the weights have moved by up to 0.08.
-        assert worst < 1e-5 if world_size > 2 else worst == 0, worst
-        if world_size == 2:
-            assert losses == runs[0][0]
+        # Elsewhere the last bit of a mean differs (order of the sum, division before or after; stage 2 adds up the means of micro-steps),
+        # and the next steps carry it on; the weights have moved by up to 0.04.
+        assert worst < 1e-5 and (worst == 0 or not is_exact), worst
+        assert losses == runs[0][0] or not is_exact
 
 
 def _refused(config, expected, model=None, mpu=None):

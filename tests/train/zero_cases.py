@@ -50,10 +50,10 @@ def settings(stage: int, dtype: str, **extra) -> dict:
     return config
 
 
-def train(config: dict, stage: int, steps: int = STEPS) -> tuple[str, str, dict]:
-    """(sha256 of the losses, sha256 of all parameters, zipccl statistics or {})."""
+def train(config: dict, stage: int, steps: int = STEPS, model=Net) -> tuple[str, str, dict]:
+    """(sha256 of the losses, sha256 of all parameters, zipccl statistics or {}). ``model()`` makes the model."""
     torch.manual_seed(0)
-    model = Net()
+    model = model()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=copy.deepcopy(config))
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
     losses, parameters = hashlib.sha256(), hashlib.sha256()

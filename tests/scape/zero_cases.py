@@ -295,6 +295,17 @@ def case_no_dense_collective(rank, world_size):
     engine.destroy()
 
 
+def case_single_process_without_zero(rank, world_size):
+    """Stage 0 in fp32: the engine steps the torch optimizer itself."""
+    losses = []
+    for stage in (0, 1):
+        engine = initialize(settings(stage, "fp32"))
+        losses.append([micro_step(engine, number) for number in range(12)])
+        assert isinstance(engine.optimizer, ScapeZeroOptimizer if stage else ds_scape.SCAPE)
+        engine.destroy() if stage else None
+    assert losses[0] == losses[1]
+
+
 def case_statistics(rank, world_size):
     """The log and the monitor: numbers that can be checked by hand."""
     folder = [tempfile.mkdtemp() if rank == 0 else None]

@@ -9,6 +9,8 @@ from ds_zipccl.backend.policy import reason_for_native
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.runtime import Runtime
 
+SPECS = specs(internal=True)
+
 
 def run(runtime: Runtime, call: Call) -> dist.Work | None:
     """Launches ``call`` zipped and returns its Work (contract: collectives/work.py), or counts it with the reason and returns None:
@@ -19,7 +21,7 @@ def run(runtime: Runtime, call: Call) -> dist.Work | None:
     if not (call.inputs or call.outputs):
         count_native(runtime, call.op, call.group, lambda world: 0, "shape")
         return None
-    return runtime.run(call, reason_for_native(runtime.config, specs()[call.op], call))
+    return runtime.run(call, lambda: reason_for_native(runtime.config, SPECS[call.op], call))
 
 
 def count_native(runtime: Runtime, op: str, group: dist.ProcessGroup | None, num_bytes=None, reason: str = "not_zipped") -> None:

@@ -1,6 +1,7 @@
 """Carries out calls: decides native or zipped, runs the chosen path, keeps the counters. Knows no host framework."""
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -14,12 +15,14 @@ from ds_zipccl.collectives import (  # noqa: F401  importing registers
     parts,
     reduce_scatter,
     reduce_scatter_uneven,
+    streams,
     switch,
 )
 from ds_zipccl.collectives import launch as launching
 from ds_zipccl.collectives.check import check
 from ds_zipccl.collectives.group_state import GroupState
 from ds_zipccl.collectives.launch import STATUS_BYTES, Launch  # noqa: F401  others count status words too
+from ds_zipccl.collectives.native_calls import NativeCalls, signature
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, specs
 from ds_zipccl.collectives.views import contiguous
 from ds_zipccl.collectives.work import DoneWork, Pending, ZipWork
@@ -41,16 +44,23 @@ class Runtime:
         self._specs = specs(internal=True)
         self._groups: dict[str, dict[str, GroupState]] = {}         # by group name and device type
         self._seen_reasons: set[tuple[str, str]] = set()
+        self._native_calls = NativeCalls()
         self.stats.sections["switch"] = self._switch_report
 
-    def run(self, call: Call, reason: str | None) -> dist.Work | None:
+    def run(self, call: Call, reason_against: Callable[[], str | None] | None = None) -> dist.Work | None:
         """Launches ``call`` zipped and returns its Work; returns None where the caller must use its native collective.
 
-        ``reason``: why the front found the call not eligible (None: it is). Must be called by all ranks of the group in
-        the same order.
+        ``reason_against()``: why the front finds the call not eligible (None: it is); not asked for calls that went native before. Must be
+        called by all ranks of the group in the same order.
         """
-        spec = self._specs[call.op]
         self.settle(call.group)
+        key = signature(call) if self.config.integrity == "off" else None
+        known = self._native_calls.find(key, self.config.reprobe_calls)
+        if known is not None:
+            self.stats.native(call.op, known.reason, known.raw_bytes)
+            return None
+        spec = self._specs[call.op]
+        reason = reason_against() if reason_against else None
         if self.config.integrity != "off" and call.world_size > 1 and call.device.type in self.kernels:
             check(spec, call, self.state(call.group, call.device))
         if reason is None:
@@ -68,7 +78,11 @@ class Runtime:
                 return work
             reason = started
         keeps_arithmetic = reason == "incompressible" and spec.reduces and call.world_size > 2
-        self.native(call.op, reason, 0 if spec.internal and not keeps_arithmetic else spec.raw_bytes(call))
+        raw_bytes = 0 if spec.internal and not keeps_arithmetic else spec.raw_bytes(call)
+        self.native(call.op, reason, raw_bytes)
+        if not spec.pairwise:
+            self._native_calls.remember(key, reason, raw_bytes,
+                                        state.measured(call.op, call.dtype) if reason == "native_is_faster" else None)
         if keeps_arithmetic:                    # it must not depend on whether the data compresses
             spec.uncompressed(inner)
             store()
@@ -92,6 +106,7 @@ class Runtime:
         """Completes what is in flight on ``group`` (None: on all) and drops its communicators, whatever fails; then
         raises the first failure. All ranks of the group at the same point."""
         # By name, not by age: ranks meet their groups in different orders, and a resend needs both ends.
+        self._native_calls.forget()
         names = sorted(self._groups) if group is None else [group.group_name]
         failures = []
         for name in names:
@@ -195,9 +210,8 @@ class Runtime:
 
             def run(*args):
                 result = step(*args)
-                if call.device.type == "cuda":
-                    for t in call.inputs:
-                        t.record_stream(torch.cuda.current_stream(call.device))
+                for t in call.inputs:
+                    streams.keep(t)
                 return result
 
             return run

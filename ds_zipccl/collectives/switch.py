@@ -3,6 +3,7 @@
 Each rank has the same costs, because they are exchanged when they are measured, and the same capacities; so it comes to the same decision
 without talking. What is measured again, and when, follows from the number of calls, which all ranks count alike.
 """
+import functools
 import logging
 import math
 import statistics
@@ -33,8 +34,12 @@ class Measured:
 
     def due(self, reprobe_calls: int) -> bool:
         """Counts a call; whether its costs must be measured first."""
+        due = self.is_due_next(reprobe_calls)
         self.num_calls += 1
-        return self.costs is None or bool(reprobe_calls) and self.num_calls % reprobe_calls == 0
+        return due
+
+    def is_due_next(self, reprobe_calls: int) -> bool:
+        return self.costs is None or bool(reprobe_calls) and (self.num_calls + 1) % reprobe_calls == 0
 
     def choose(self, num_bytes: int, ratio: float, native_bytes: int | None = None) -> bool:
         """Whether a call of that size is to be zipped. ``native_bytes``: what it is natively, if another."""
@@ -54,6 +59,7 @@ def _timed_us(run, device: torch.device) -> float:
     return (time.perf_counter() - start) * 1e6
 
 
+@functools.lru_cache(maxsize=4096)
 def frame_ratio(dtype: torch.dtype, numel: int, spill_per_tile: int | None = None) -> float:
     """Raw bytes / frame bytes of a row of ``numel`` elements; None: the default room."""
     more = {} if spill_per_tile is None else {"spill_per_tile": spill_per_tile}

@@ -1,0 +1,60 @@
+"""Calls that are known to go native: a look instead of the whole decision, so that what gains nothing costs next to nothing."""
+from dataclasses import dataclass
+
+import torch
+
+from ds_zipccl.collectives.registry import Call
+from ds_zipccl.collectives.switch import Measured
+
+MAX_KNOWN = 4096
+#: Reasons that follow from what ``signature`` holds, the settings and the switch's costs.
+LASTING = frozenset({"world_size_1", "never", "dtype", "device", "reduce_op", "layout", "shape", "min_bytes", "no_gain", "native_is_faster",
+                     "deterministic_reduce"})
+
+
+@dataclass
+class Known:
+    """``measured``, ``costs``: what the switch's answer came from, None where it was not asked."""
+    reason: str
+    raw_bytes: int
+    measured: Measured | None
+    costs: object
+
+
+def signature(call: Call) -> tuple | None:
+    """All that a lasting decision depends on; None for forms with lists and uneven splits, whose decisions do not last."""
+    out, data = call.output, call.input
+    if not isinstance(out, torch.Tensor) or not isinstance(data, torch.Tensor) or call.input_splits or call.output_splits:
+        return None
+    return (call.op, call.group, call.reduce_op, call.root, data.shape, data.dtype, data.device, data.is_contiguous(),
+            out.shape, out.dtype, out.device, out.is_contiguous(), data.layout)
+
+
+class NativeCalls:
+    """What one Runtime knows. Forgets everything when there is too much."""
+
+    def __init__(self):
+        self._known: dict[tuple, Known] = {}
+
+    def find(self, key: tuple | None, reprobe_calls: int) -> Known | None:
+        """The entry, if its call goes native still; counts it for the switch. None: decide anew (which counts it)."""
+        known = self._known.get(key)
+        if known is None or known.measured is None:
+            return known
+        measured = known.measured
+        if known.costs is not measured.costs or measured.is_due_next(reprobe_calls):
+            del self._known[key]
+            return None
+        measured.num_calls += 1
+        return known
+
+    def remember(self, key: tuple | None, reason: str, raw_bytes: int, measured: Measured | None) -> None:
+        if key is None or reason not in LASTING:
+            return
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+        self._known[key] = Known(reason, raw_bytes, measured, measured.costs if measured else None)
+
+    def forget(self) -> None:
+        """Groups end, and others get their places in memory."""
+        self._known.clear()

@@ -1,0 +1,65 @@
+"""Calls known to go native: found again by all that decides, forgotten when the switch's costs change."""
+import torch
+
+from ds_zipccl.collectives.cost import Costs, Curve
+from ds_zipccl.collectives.native_calls import MAX_KNOWN, NativeCalls, signature
+from ds_zipccl.collectives.registry import Call
+from ds_zipccl.collectives.switch import Measured
+
+
+class Group:
+    """Stands for a process group: equal to itself only."""
+
+
+GROUP = Group()
+
+
+def call(numel=64, dtype=torch.bfloat16, group=GROUP, data=None, **fields) -> Call:
+    data = torch.empty(numel, dtype=dtype) if data is None else data
+    return Call("all_gather_into_tensor", torch.empty(2 * data.numel(), dtype=dtype), data, group, **fields)
+
+
+def costs() -> Costs:
+    return Costs(Curve((1, 2), (1.0, 2.0)), Curve((1, 2), (5.0, 9.0)), 1.41)
+
+
+def test_found_by_everything_that_decides():
+    known = NativeCalls()
+    known.remember(signature(call()), "min_bytes", 128, None)
+    assert known.find(signature(call()), 0).reason == "min_bytes"
+    strided = torch.empty(2, 64, dtype=torch.bfloat16).t()[:32]
+    others = (call(65), call(dtype=torch.float16), call(group=Group()), call(reduce_op="AVG"), call(root=1),
+              call(data=strided), call(data=torch.empty(64, 1, dtype=torch.bfloat16)))
+    assert all(known.find(signature(other), 0) is None for other in others)
+
+
+def test_what_does_not_last_is_not_remembered():
+    known = NativeCalls()
+    for reason in ("graph_capture", "incompressible", "max_workspace_bytes"):
+        known.remember(signature(call()), reason, 128, None)
+    assert known.find(signature(call()), 0) is None
+    lists = Call("all_gather", (torch.empty(4),) * 2, torch.empty(4), GROUP)
+    uneven = Call("all_to_all_single", torch.empty(4), torch.empty(4), GROUP, input_splits=(1, 3), output_splits=(2, 2))
+    assert signature(lists) is None and signature(uneven) is None
+    known.remember(None, "dtype", 1, None)
+    assert known.find(None, 0) is None
+
+
+def test_the_switch_counts_these_calls_and_decides_anew_when_it_is_due():
+    known, measured, key = NativeCalls(), Measured(costs(), num_calls=1), signature(call())
+    known.remember(key, "native_is_faster", 128, measured)
+    assert [known.find(key, 4) is not None for _ in range(2)] == [True, True] and measured.num_calls == 3
+    assert known.find(key, 4) is None and measured.num_calls == 3          # the fourth call measures, and counts itself
+    assert measured.due(4) and measured.num_calls == 4
+    known.remember(key, "native_is_faster", 128, measured)
+    measured.costs = costs()                                               # measured by a call of another size
+    assert known.find(key, 4) is None
+
+
+def test_bounded_and_forgotten():
+    known = NativeCalls()
+    for numel in range(MAX_KNOWN + 5):
+        known.remember(("op", numel), "dtype", 1, None)
+    assert len(known._known) == 5
+    known.forget()
+    assert known.find(("op", MAX_KNOWN + 1), 0) is None

@@ -32,9 +32,19 @@ const BlockOps* ops_of([[maybe_unused]] int32_t isa) {
     return &kBlockOps<D, Scalar>;
 }
 
-// Null for an element type or an instruction set that is not known here or not on this machine.
+const BlockOps* level2_ops_of([[maybe_unused]] int32_t isa) {
+#if defined(__x86_64__)
+    if (isa == kAvx2) return &kLevel2Ops<Avx2, Avx2Level2>;
+    if (isa == kAvx512) return &kLevel2Ops<Avx512, Avx512Level2>;
+#endif
+    return &kLevel2Ops<Scalar, Scalar2>;
+}
+
+// Null for an element type, a level or an instruction set that is not known here or not on this machine.
 const BlockOps* choose(const ZipcclGeometry* g, int32_t isa) {
     if (!supported(isa) || g->tile_blocks < 1 || g->tile_blocks > kMaxTileBlocks) return nullptr;
+    if (g->level == 2) return g->dtype_code == 1 ? level2_ops_of(isa) : nullptr;
+    if (g->level != 1) return nullptr;
     switch (g->dtype_code) {
         case 1:
             return ops_of<Bf16>(isa);

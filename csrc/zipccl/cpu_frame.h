@@ -161,12 +161,13 @@ inline uint32_t encode_rows(const Rows& rows, const uint8_t* x, int64_t x_stride
 }
 
 // The first row (but `skip`) whose header is not the expected one or says overflow; num_rows if there is none. A given window is its
-// writer's: any valid one will do.
+// writer's: any valid one will do, at level 2 none.
 inline int64_t first_bad_header(const Rows& rows, const uint8_t* frames, int64_t frame_stride) {
+    const int top = rows.g->level == 2 ? 0 : (1 << rows.g->exponent_bits) - 7;
     for (int64_t row = 0; row < rows.num_rows; ++row) {
         if (row == rows.skip) continue;
         const uint8_t* frame = frames + row * frame_stride;
-        if (std::memcmp(frame, rows.header, kWindowOffset) != 0 || frame[kWindowOffset] > (1 << rows.g->exponent_bits) - 7 ||
+        if (std::memcmp(frame, rows.header, kWindowOffset) != 0 || frame[kWindowOffset] > top ||
             std::memcmp(frame + kWindowOffset + 1, rows.header + kWindowOffset + 1, kStatusOffset - kWindowOffset - 1) != 0 ||
             (load<uint32_t>(frame + kStatusOffset) & kOverflowBit) != 0 ||
             std::memcmp(frame + kStatusOffset + 4, rows.header + kStatusOffset + 4, kHeaderBytes - kStatusOffset - 4) !=

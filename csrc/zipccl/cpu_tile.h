@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "cpu_block.h"
+#include "cpu_level2.h"
 
 namespace zipccl {
 
@@ -36,7 +36,12 @@ struct Tile {
     int64_t planes() const { return last() ? g->last_planes_offset : g->planes_offset; }
     int64_t block_planes() const { return g->byte_planes * kBlockElems; }
     int64_t block_bytes() const { return g->itemsize * kBlockElems; }
-    int64_t top_lo() const { return (1 << g->exponent_bits) - 8; }
+    // What a level decides: bytes of a block's codes, the most that a block has behind them, and the limits of its header.
+    bool level2() const { return g->level == 2; }
+    int64_t code_bytes() const { return level2() ? kCode2Bytes : int64_t{kCodeBytes}; }
+    uint32_t max_escapes() const { return level2() ? kStreamBytes : uint32_t{kBlockElems}; }
+    uint32_t top_mode() const { return level2() ? kTopMode2 : uint32_t{kZeroMode}; }
+    int64_t top_lo() const { return level2() ? kTopLo2 : (1 << g->exponent_bits) - 8; }
     int64_t first_elem() const { return index * g->tile_blocks * kBlockElems; }
     // Elements present in block `b`: kBlockElems but in the frame's last block.
     int64_t block_elems(int b) const {
@@ -53,7 +58,7 @@ struct Tile {
 class EscapeBuffer {
   public:
     uint8_t* get() {
-        if (!bytes_) bytes_.reset(new uint8_t[(kMaxTileBlocks + 1) * kBlockElems + kEscapeSlack]);
+        if (!bytes_) bytes_.reset(new uint8_t[(kMaxTileBlocks + 1) * kStreamBytes + kEscapeSlack]);
         return bytes_.get();
     }
 
@@ -93,9 +98,11 @@ inline void prepare_block(const Tile& tile, const BlockOps& ops, const uint8_t* 
         for (int64_t at = 0; at < tile.block_bytes(); at += 64)
             __builtin_prefetch(in + ops.fetch_blocks_ahead * tile.block_bytes() + at);
     ops.split(in, block.exponents, base + tile.planes() + b * tile.block_planes(), block.extra);
-    block.lo = window_base(ops.statistics(block.exponents), present, tile.g->window_lo, tile.top_lo(), &block.mode);
-    for (int64_t e = present; e < kBlockElems; ++e)  // absent: code 1
-        block.exponents[e] = static_cast<uint8_t>(block.lo + 1);
+    const Statistics statistics = ops.statistics(block.exponents);
+    block.lo = tile.level2() ? window_base2(statistics, present, &block.mode)
+                             : window_base(statistics, present, tile.g->window_lo, tile.top_lo(), &block.mode);
+    for (int64_t e = present; e < kBlockElems; ++e)  // absent: code 1, at level 2 a first code
+        block.exponents[e] = static_cast<uint8_t>(block.lo + (tile.level2() ? 3 : 1));
 }
 
 // Encodes one tile from the row `x` but for its spill offset. Returns the number of escapes, whose bytes are in
@@ -110,7 +117,7 @@ inline uint32_t encode_tile(const Tile& tile, const BlockOps& ops, const uint8_t
         if (b + 1 < tile.num_blocks()) prepare_block(tile, ops, x, b + 1, base, blocks[(b + 1) % 2]);
         const PreparedBlock& block = blocks[b % 2];
         const uint32_t escaped = ops.encode_codes(block.exponents, block.lo, block.mode,
-                                                  base + tile.codes() + b * kCodeBytes, escapes + count);
+                                                  base + tile.codes() + b * tile.code_bytes(), escapes + count);
         if (tile.g->extra_plane) ops.pack(block.extra, base + tile.extra() + b * kCodeBytes);
         store<uint32_t>(base + kTileHeaderBytes + kBlockHeaderBytes * b, block.lo | block.mode << 8 | escaped << 16);
         count += escaped;
@@ -137,12 +144,12 @@ class TileReader {
         for (int b = 0; b < tile.num_blocks(); ++b) {
             const uint32_t head = block_head(b);
             sum += head >> 16;
-            sound &= head >> 16 <= kBlockElems && (head >> 8 & 255) <= kZeroMode && (head & 255) <= tile.top_lo();
+            sound &= head >> 16 <= tile.max_escapes() && (head >> 8 & 255) <= tile.top_mode() && (head & 255) <= tile.top_lo();
         }
         const uint32_t count = load<uint32_t>(base_);
-        if (!sound || sum != count || spill_end() > tile.pool_bytes()) return diagnose();
+        if (!sound || sum != count || spill_end() > tile.pool_bytes() || within_word()) return diagnose();
         // Past the slots lie at least kCodeBytes + kBlockElems bytes of the tile, so that a block with more escape
-        // codes than its header says is read inside the frame too, before it is found out.
+        // codes than its header says is read inside the frame too, before it is found out. (Level 2 reads a copy.)
         static_assert(kCodeBytes + kBlockElems >= kBlockElems + kEscapeSlack,
                       "reads past the escape slots stay in the tile");
         escapes_ = base_ + tile.escapes();
@@ -159,8 +166,15 @@ class TileReader {
     FailureKind read(int b, uint8_t* x) {
         alignas(64) uint8_t exponents[kBlockElems], extra[kBlockElems];
         const uint32_t head = block_head(b);
-        const uint32_t count = ops_->decode_codes(base_ + tile_.codes() + b * kCodeBytes, head & 255, head >> 8 & 255,
-                                                  escapes_, exponents);
+        const uint8_t* escapes = escapes_;
+        uint8_t stream[kStreamBytes + kEscapeSlack];
+        if (tile_.level2()) {
+            std::memcpy(stream, escapes_, head >> 16);
+            std::memset(stream + (head >> 16), 0, sizeof(stream) - (head >> 16));
+            escapes = stream;
+        }
+        const uint32_t count = ops_->decode_codes(base_ + tile_.codes() + b * tile_.code_bytes(), head & 255,
+                                                  head >> 8 & 255, escapes, exponents);
         if (count != head >> 16) return diagnose();
         escapes_ += count;
         if (tile_.g->extra_plane) ops_->unpack(base_ + tile_.extra() + b * kCodeBytes, extra);
@@ -175,6 +189,9 @@ class TileReader {
     }
 
   private:
+    // Level 2: streams, and so spills, are whole words.
+    bool within_word() const { return tile_.level2() && spill_end() % 4 != 0; }
+
     uint32_t block_head(int b) const { return load<uint32_t>(base_ + kTileHeaderBytes + kBlockHeaderBytes * b); }
 
     // The first reason, in the reference's order, why this tile is corrupt.
@@ -182,15 +199,18 @@ class TileReader {
         uint64_t sum = 0;
         bool windows = true;
         for (int b = 0; b < tile_.num_blocks(); ++b) {
-            uint8_t codes[kBlockElems];
-            ops_->unpack(base_ + tile_.codes() + b * kCodeBytes, codes);
             const uint32_t head = block_head(b);
-            if (std::count(codes, codes + kBlockElems, 0) != static_cast<int64_t>(head >> 16)) return kBadBlockCount;
+            if (!tile_.level2()) {
+                uint8_t codes[kBlockElems];
+                ops_->unpack(base_ + tile_.codes() + b * kCodeBytes, codes);
+                if (std::count(codes, codes + kBlockElems, 0) != static_cast<int64_t>(head >> 16)) return kBadBlockCount;
+            }
             sum += head >> 16;
-            windows &= (head >> 8 & 255) <= kZeroMode && (head & 255) <= tile_.top_lo();
+            windows &= (head >> 8 & 255) <= tile_.top_mode() && (head & 255) <= tile_.top_lo();
         }
         if (sum != load<uint32_t>(base_)) return kBadTileCount;
-        return windows ? kBadSpill : kBadWindow;
+        if (!windows) return kBadWindow;
+        return tile_.level2() && spill_end() <= tile_.pool_bytes() && !within_word() ? kBadBlockCount : kBadSpill;
     }
 
     Tile tile_{};

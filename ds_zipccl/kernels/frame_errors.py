@@ -12,6 +12,8 @@ _WORDS = {
     BAD_WINDOW: "block mode or window base out of range",
     BAD_SPILL: "a tile's spill lies outside its sub-pool",
 }
+_LEVEL_2_WORDS = {**_WORDS, BAD_BLOCK_COUNT: "a block's stream is not as long as its header says",
+                  BAD_SPILL: "a tile's spill lies outside its sub-pool, or starts within a word"}
 
 
 def frame_error(kind: int, header: bytes, tile: int, spill_end: int, g: Geometry) -> FrameError:
@@ -21,7 +23,8 @@ def frame_error(kind: int, header: bytes, tile: int, spill_end: int, g: Geometry
             impl_reference.check_header(header, g)
         except FrameError as error:
             return error
-    what = f"corrupt frame: {_WORDS.get(kind, 'it changed while it was read')}"
+    words = _LEVEL_2_WORDS if g.level == 2 else _WORDS
+    what = f"corrupt frame: {words.get(kind, 'it changed while it was read')}"
     if kind == BAD_SPILL:
         pool_bytes = g.last_pool_bytes if tile // g.group_tiles == g.num_groups - 1 else g.pool_bytes
         return FrameError(describe(what, got=spill_end, expected=f"<= {pool_bytes}", where=f"tile {tile}"))

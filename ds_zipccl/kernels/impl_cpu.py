@@ -35,6 +35,7 @@ class CpuKernels:
 
     ``isa``: its name; None takes the best one. Raises BuildError when the machine does not have it.
     """
+    levels = (1, 2)
 
     def __init__(self, library: ctypes.CDLL, isa: str | None = None):
         self._functions = {}

@@ -216,11 +216,10 @@ def _stored(slots: torch.Tensor, pool: torch.Tensor, totals: list[int], offsets:
     stored = []
     for t, (num, offset) in enumerate(zip(totals, offsets, strict=True)):
         spill = max(num - slots.shape[1], 0)
-        if spill and offset + spill > pool.numel():
-            raise _corrupt("a tile's spill lies outside its sub-pool", got=offset + spill, expected=f"<= {pool.numel()}",
+        if spill and (offset + spill > pool.numel() or g.level == 2 and offset % level2.STREAM_UNIT):
+            within = ", or starts within a word" if g.level == 2 else ""
+            raise _corrupt(f"a tile's spill lies outside its sub-pool{within}", got=offset + spill, expected=f"<= {pool.numel()}",
                            where=f"tile {first + t}")
-        if spill and g.level == 2 and offset % level2.STREAM_UNIT:
-            raise _corrupt("a tile's spill starts within a word", got=offset, expected="a multiple of 4", where=f"tile {first + t}")
         stored.append(torch.cat([slots[t, :num], pool[offset:offset + spill]]))
     return stored
 

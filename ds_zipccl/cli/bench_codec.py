@@ -10,11 +10,12 @@ from rich.table import Table
 
 from ds_zipccl.cli import bench_data, bench_rivals, bench_subjects
 from ds_zipccl.cli.bench_timing import interleaved
+from ds_zipccl.codec import format as fmt
 from ds_zipccl.codec.analysis import best_window_escapes, exponent_entropy, needed_bytes, shannon_ratio
 from ds_zipccl.codec.dtypes import BY_TORCH, TABLE
 from ds_zipccl.codec.window import measured_lo
 from ds_zipccl.errors import KernelError
-from ds_zipccl.kernels import loader
+from ds_zipccl.kernels import loader, ops
 from zipscape.errors import ZipScapeError, describe
 from zipscape.machine import write_json
 
@@ -24,8 +25,8 @@ escape slots; 1 window: the best with one window a block; bound: Shannon's, for 
 floor: per cent of the speed a copy allows = (bytes read + bytes written) / the speed of a copy of the tensor, measured in turns with
 it. Every result is verified: exit status 1 if an element is wrong."""
 DTYPES = {row.name.replace("bfloat", "bf").replace("float", "fp"): row.torch_dtype for row in TABLE}          # bf16, fp16, fp32
-COLUMNS = ("impl", "dtype", "data", "window", "MiB", "path", "ratio", "needed", "1 window", "bound", "H bits", "comp GB/s", "floor",
-           "dec GB/s", "floor", "wrong")
+COLUMNS = ("impl", "level", "dtype", "data", "window", "MiB", "path", "ratio", "needed", "1 window", "bound", "H bits", "comp GB/s",
+           "floor", "dec GB/s", "floor", "wrong")
 
 
 def add_arguments(parser) -> None:
@@ -42,6 +43,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--window", choices=("block", "sigma", "both"), default="block",
                         help="block: each block's own mean; sigma: one given window from the tensor's standard deviation, as in the paper "
                              "and under `window: sigma` (block where it has none: data that are not finite)")
+    parser.add_argument("--level", metavar="LIST", default="1",
+                        help="compression levels, 1 or 1,2 (default 1); 2 where dtype and kernels have it, with --window block only")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: torch's choice)")
     parser.add_argument("--repeat", type=int, default=7, help="measurements of each (default 7)")
@@ -139,6 +142,7 @@ def measure(x: torch.Tensor, subject: bench_subjects.Subject, repeat: int, best:
 def _cases(args):
     implementations, dtypes = _implementations(args.impl, args.device), _words(args.dtype, DTYPES, "--dtype")
     sizes, windows = [parse_size(s) for s in args.size.split(",")], ("block", "sigma") if args.window == "both" else (args.window,)
+    levels = [int(level) for level in _words(args.level, [str(level) for level in fmt.LEVELS], "--level")]
     for dist, make in _datasets(args):
         for name in dtypes:
             for size in dict.fromkeys(sizes):
@@ -148,8 +152,14 @@ def _cases(args):
                     rival = bench_rivals.RIVALS.get(implementation)
                     if rival and rival.refuses(x.dtype):
                         continue
-                    for window in ("-",) if rival else windows:
-                        yield x, implementation, window, facts
+                    if rival:
+                        yield x, implementation, "-", "-", facts
+                        continue
+                    known = set(BY_TORCH[x.dtype].levels) & set(ops.kernel_set(implementation).levels)
+                    for level in [level for level in levels if level in known]:
+                        for window in windows:
+                            if window == "block" or fmt.LEVELS[level].given_window:
+                                yield x, implementation, level, window, facts
                 if x.nbytes < size - DTYPES[name].itemsize:
                     break                    # the file has no more: larger sizes would be the same again
 
@@ -166,13 +176,13 @@ def run(args) -> int:
         console = Console(width=170)         # a file or a pipe has no width: nothing is to be cut off
     rows = []
     with console.status("") as status:
-        for x, implementation, window, facts in _cases(args):
+        for x, implementation, level, window, facts in _cases(args):
             status.update(f"{implementation} {facts['dtype']} {facts['dist']} {x.nbytes >> 10} KiB")
             if implementation in bench_rivals.RIVALS:
                 subject = bench_subjects.rival(x, implementation, torch.get_num_threads())
             else:
-                subject = bench_subjects.ours(x, implementation, measured_lo(x) if window == "sigma" else -1)
-            rows += [{"op": row.pop("op"), "impl": implementation, "window": window, **facts, **row}
+                subject = bench_subjects.ours(x, implementation, measured_lo(x) if window == "sigma" else -1, level)
+            rows += [{"op": row.pop("op"), "impl": implementation, "level": level, "window": window, **facts, **row}
                      for row in measure(x, subject, args.repeat, args.best)]
             subject.close()
     console.print(_table(rows, args))
@@ -196,10 +206,10 @@ def _table(rows: list[dict], args) -> Table:
     where = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     table = Table(title=f"ds_zipccl bench codec: {where}, {'best' if args.best else 'median'} of {args.repeat}", title_justify="left")
     for column in COLUMNS:
-        table.add_column(column, justify="left" if column in COLUMNS[:4] + ("path",) else "right", no_wrap=True)
+        table.add_column(column, justify="left" if column in COLUMNS[:5] + ("path",) else "right", no_wrap=True)
     for comp, dec in zip(rows[::2], rows[1::2], strict=True):
-        table.add_row(comp["impl"], comp["dtype"], comp["dist"], comp["window"], f"{comp['bytes'] / 2**20:.4g}", comp["path"],
-                      f"{comp['ratio']:.3f}", f"{comp['needed_ratio']:.3f}", f"{comp['best_window_ratio']:.3f}",
+        table.add_row(comp["impl"], str(comp["level"]), comp["dtype"], comp["dist"], comp["window"], f"{comp['bytes'] / 2**20:.4g}",
+                      comp["path"], f"{comp['ratio']:.3f}", f"{comp['needed_ratio']:.3f}", f"{comp['best_window_ratio']:.3f}",
                       f"{comp['shannon_ratio']:.3f}", f"{comp['entropy_bits']:.2f}", f"{comp['algbw']:.3g}",
                       f"{comp['floor_percent']:.0f} %", f"{dec['algbw']:.3g}", f"{dec['floor_percent']:.0f} %", str(comp["wrong"]))
     return table

@@ -26,14 +26,15 @@ class Zipped(Subject):
 
     def __init__(self, x: torch.Tensor, kernels: str, header: fmt.Header):
         self._codec = Codec.of(x.dtype, x.numel(), x.device.type, escapes_per_block=header.escapes_per_block,
-                               spill_per_tile=header.spill_per_tile, window_lo=header.window_lo, kernels=kernels)
+                               spill_per_tile=header.spill_per_tile, window_lo=header.window_lo, level=header.level, kernels=kernels)
         self._rows, self._out = x.view(1, -1), _filled_like(x).view(1, -1)
         self._frames = self._codec.empty_frames(1, x.device)
         self._status = torch.zeros(1, dtype=torch.int32, device=x.device)
         self.compress()
         num_escapes = int(tile_escapes(self._frames[0], self._codec.geometry).sum())
-        self.facts = {"path": "zipped", "wire_bytes": self._codec.frame_bytes, "escapes_percent": 100 * num_escapes / x.numel(),
-                      "needed_bytes": needed_bytes(num_escapes, BY_TORCH[x.dtype], x.numel()),
+        escapes = {"escapes_percent": 100 * num_escapes / x.numel()} if header.level == 1 else {"stream_bits": 8 * num_escapes / x.numel()}
+        self.facts = {"path": "zipped", "wire_bytes": self._codec.frame_bytes, **escapes,
+                      "needed_bytes": needed_bytes(num_escapes, BY_TORCH[x.dtype], x.numel(), header.level),
                       "escapes_per_block": header.escapes_per_block, "spill_per_tile": header.spill_per_tile}
 
     def compress(self) -> None:
@@ -50,13 +51,13 @@ class Zipped(Subject):
 class Stored(Subject):
     """Data that ``compress`` stores raw: the whole functions, the attempt included."""
 
-    def __init__(self, x: torch.Tensor, kernels: str, window_lo: int):
-        self._x, self._kernels, self._window_lo, self._out = x, kernels, window_lo, _filled_like(x)
+    def __init__(self, x: torch.Tensor, kernels: str, window_lo: int, level: int):
+        self._x, self._kernels, self._window_lo, self._level, self._out = x, kernels, window_lo, level, _filled_like(x)
         self.compress()
         self.facts = {"path": "raw", "wire_bytes": self._frame.numel(), "needed_bytes": self._frame.numel()}
 
     def compress(self) -> None:
-        self._frame = compress(self._x, kernels=self._kernels, window_lo=self._window_lo)
+        self._frame = compress(self._x, kernels=self._kernels, window_lo=self._window_lo, level=self._level)
 
     def decompress(self) -> None:
         decompress(self._frame, self._out, kernels=self._kernels)
@@ -108,10 +109,10 @@ def rival(x: torch.Tensor, name: str, threads: int) -> Subject:
     return HostRival(x, name, threads) if RIVALS[name].device == "cpu" else DeviceRival(x, name)
 
 
-def ours(x: torch.Tensor, kernels: str, window_lo: int) -> Subject:
-    header = fmt.parse_header(bytes(compress(x, kernels=kernels, window_lo=window_lo)[:fmt.HEADER_BYTES].tolist()))
+def ours(x: torch.Tensor, kernels: str, window_lo: int, level: int) -> Subject:
+    header = fmt.parse_header(bytes(compress(x, kernels=kernels, window_lo=window_lo, level=level)[:fmt.HEADER_BYTES].tolist()))
     if header.mode == fmt.MODE_RAW:
-        return Stored(x, kernels, window_lo)
+        return Stored(x, kernels, window_lo, level)
     return Zipped(x, kernels, header)
 
 

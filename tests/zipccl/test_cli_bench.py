@@ -1,4 +1,5 @@
 """``ds_zipccl bench codec`` on tiny sizes: its rows, its verification, its data, its refusals (C19, C22 seen by the user)."""
+import argparse
 import json
 import re
 import struct
@@ -44,6 +45,25 @@ def test_rows(tmp_path, capsys):
         assert plain[key] == by["reference", "bf16", "normal", 1 << 17][key]
     printed = capsys.readouterr().out
     assert "comp GB/s" in printed and "random_bits" in printed and "…" not in printed
+
+
+def test_levels(tmp_path, capsys):
+    """Level 2 where dtype, kernels and window have it; smaller, and exact."""
+    rows = bench(tmp_path, "--size", "128K", "--dtype", "bf16,fp16", "--dist", "normal", "--impl", "cpu", "--level", "1,2", "--window",
+                 "both")
+    assert [(r["level"], r["dtype"], r["window"]) for r in rows[::2]] == [
+        (1, "bf16", "block"), (1, "bf16", "sigma"), (2, "bf16", "block"), (1, "fp16", "block"), (1, "fp16", "sigma")]
+    one, two = rows[0], rows[4]
+    assert two["ratio"] > 1.04 * one["ratio"] and two["needed_ratio"] > 1.48 and 0.6 < two["stream_bits"] < 0.8
+    assert not any(row["wrong"] for row in rows)
+    with pytest.raises(ZipScapeError, match="--level.*3"):
+        bench_codec.run(argument_parser().parse_args(["--device", "cpu", "--level", "1,3"]))
+
+
+def argument_parser():
+    parser = argparse.ArgumentParser()
+    bench_codec.add_arguments(parser)
+    return parser
 
 
 def test_wrong_elements_are_counted_and_fail(tmp_path, monkeypatch, capsys):

@@ -121,8 +121,8 @@ def _resolve_kernels(config: ZipcclConfig) -> dict[str, str]:
     device_type = deepspeed.accelerator.get_accelerator().device_name()
     if device_type not in ("cpu", "cuda"):
         raise ConfigError(describe("no kernels for this accelerator", got=device_type, expected="cpu or cuda"))
-    kernels = {device_type: loader.resolve(config.kernels, device_type)}
-    kernels.setdefault("cpu", loader.resolve("best", "cpu"))
+    kernels = {device_type: loader.resolve(config.kernels, device_type, config.level)}
+    kernels.setdefault("cpu", loader.resolve("best", "cpu", config.level))
     return kernels
 
 

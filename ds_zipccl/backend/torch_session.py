@@ -78,7 +78,7 @@ def _parse(section, where: str) -> ZipcclConfig:
 def _kernels(config: ZipcclConfig) -> dict[str, str]:
     """An explicit name must serve the GPU where there is one; CPU tensors then take what is best for them."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    return {"cpu": loader.resolve("best", "cpu")} | {device_type: loader.resolve(config.kernels, device_type)}
+    return {"cpu": loader.resolve("best", "cpu", config.level)} | {device_type: loader.resolve(config.kernels, device_type, config.level)}
 
 
 class _Session:

@@ -43,6 +43,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--iters", type=int, default=11, help="turns (default 11)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kernels", choices=("best", *loader.NAMES), default="best")
+    parser.add_argument("--level", type=int, choices=(1, 2), default=1, help="compression level (default 1)")
     parser.add_argument("--ranks", type=int, default=None, metavar="N", help="spawn N ranks here instead of using a launcher")
     parser.add_argument("--json", metavar="FILE", help="rank 0 also writes the rows here")
 
@@ -196,8 +197,9 @@ def measure(spec: CollectiveSpec, size: int, args, runtime: Runtime, in_place: b
 
 
 def _bench(args, argv: list[str]) -> int:
-    config = ZipcclConfig(enabled=True, collectives=args.choice, min_bytes=0, kernels=args.kernels, deterministic_reduce=False)
-    runtime = Runtime(config, {args.device: loader.resolve(args.kernels, args.device)})
+    config = ZipcclConfig(enabled=True, collectives=args.choice, min_bytes=0, kernels=args.kernels, level=args.level,
+                          deterministic_reduce=False)
+    runtime = Runtime(config, {args.device: loader.resolve(args.kernels, args.device, args.level)})
     first, rows = dist.get_rank() == 0, []
     names = list(dict.fromkeys(args.op.split(","))) if args.op else list(specs())
     console = Console() if sys.stdout.isatty() else Console(width=190)
@@ -217,7 +219,7 @@ def _bench(args, argv: list[str]) -> int:
     if first:
         console.print(_table(rows, args))
         if args.json:
-            settings = {"device": args.device, "choice": args.choice, "iters": args.iters, "kernels": runtime.kernels}
+            settings = {"device": args.device, "choice": args.choice, "iters": args.iters, "level": args.level, "kernels": runtime.kernels}
             write_json(args.json, {"settings": settings, "rows": rows}, command="ds_zipccl " + " ".join(argv))
             console.print(f"written to {args.json}")
     total = int(wrong.sum())

@@ -155,7 +155,7 @@ class FrameCache:
     def _codec(self, slot: Slot) -> Codec:
         config = self.runtime.config
         return CODECS[config.integrity].of(slot.dtype, slot.numel, self._device.type, spill_per_tile=slot.capacity.spill_per_tile,
-                                           kernels=self.runtime.kernels[self._device.type])
+                                           level=config.level, kernels=self.runtime.kernels[self._device.type])
 
     def _reserve(self, slot: Slot, codec: Codec) -> bool:
         wanted = codec.frame_bytes + fingerprint_bytes(slot.numel)
@@ -265,7 +265,8 @@ class FrameCache:
             self.runtime.settle(self.group)
             row = torch.empty(1, dtype=dtype, device=self._device)
             example = Call(all_gather.SPEC.name, row, row, self.group)          # for its group, dtype and device
-            measured.costs = switch.measure(all_gather.SPEC, example, self._probed(), self.runtime.state(self.group, self._device).side)
+            measured.costs = switch.measure(all_gather.SPEC, example, self._probed(), self.runtime.state(self.group, self._device).side,
+                                            self.runtime.config.level)
         return measured.choose(whole_bytes, ratio)
 
     def _probed(self) -> Callable[[Call], bool]:
@@ -273,7 +274,8 @@ class FrameCache:
 
         def run(test: Call) -> bool:
             if not pieces or pieces[0].data is not test.input:      # a size's first round, which is not counted
-                codec = Codec.of(test.input.dtype, test.input.numel(), self._device.type, kernels=self.runtime.kernels[self._device.type])
+                codec = Codec.of(test.input.dtype, test.input.numel(), self._device.type, level=self.runtime.config.level,
+                                 kernels=self.runtime.kernels[self._device.type])
                 frame, status = codec.empty_frames(1, self._device), torch.zeros(1, dtype=torch.int32, device=self._device)
                 codec.encode(test.input.view(1, -1), frame, status)
                 pieces[:] = [Piece(test.input, frame[0], codec)]

@@ -69,12 +69,13 @@ class Launch:
 
     def slower_pair(self, dtype: torch.dtype, numel: int, world_size: int) -> str | None:
         """The reason why a piece of ``numel`` elements goes raw that would be zipped if the switch had not found that slower."""
-        if self.trial or self.choice == "always" or switch.choose_pair(self.state, dtype, numel, world_size):
+        if self.trial or self.choice == "always" or switch.choose_pair(self.state, dtype, numel, world_size, self.config.level):
             return None
         return "native_is_faster"
 
     def codec(self, dtype: torch.dtype, numel: int, spill_per_tile: int) -> Codec:
-        return CODECS[self.config.integrity].of(dtype, numel, self.device.type, spill_per_tile=spill_per_tile, kernels=self._kernels)
+        return CODECS[self.config.integrity].of(dtype, numel, self.device.type, spill_per_tile=spill_per_tile, level=self.config.level,
+                                               kernels=self._kernels)
 
     def take_bytes(self, num_bytes: int) -> torch.Tensor:
         """uint8 [num_bytes] that go back to the workspace when the call is finished."""

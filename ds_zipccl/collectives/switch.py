@@ -60,13 +60,13 @@ def _timed_us(run, device: torch.device) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def frame_ratio(dtype: torch.dtype, numel: int, spill_per_tile: int | None = None) -> float:
+def frame_ratio(dtype: torch.dtype, numel: int, spill_per_tile: int | None = None, level: int = 1) -> float:
     """Raw bytes / frame bytes of a row of ``numel`` elements; None: the default room."""
     more = {} if spill_per_tile is None else {"spill_per_tile": spill_per_tile}
-    return numel * dtype.itemsize / layout(BY_TORCH[dtype], max(numel, 1), **more).frame_bytes
+    return numel * dtype.itemsize / layout(BY_TORCH[dtype], max(numel, 1), level=level, **more).frame_bytes
 
 
-def measure(spec: CollectiveSpec, call: Call, run_zipped: Callable[[Call], bool], side) -> Costs:
+def measure(spec: CollectiveSpec, call: Call, run_zipped: Callable[[Call], bool], side, level: int = 1) -> Costs:
     """The costs of such calls, the same on every rank of the group: all must come here at the same call.
 
     Runs 2 x (1 + PROBE_ROUNDS) collectives of each PROBE_SIZES on the call's group, native and zipped in turns, on synthetic Gaussians; the
@@ -83,7 +83,7 @@ def measure(spec: CollectiveSpec, call: Call, run_zipped: Callable[[Call], bool]
     slowest = gathered.view(call.world_size, -1).amax(0).tolist()
     points = len(PROBE_SIZES)
     costs = Costs(Curve(PROBE_SIZES, tuple(slowest[:points])), Curve(PROBE_SIZES, tuple(slowest[points:])),
-                  frame_ratio(call.dtype, PROBE_SIZES[-1] // call.dtype.itemsize // call.world_size))
+                  frame_ratio(call.dtype, PROBE_SIZES[-1] // call.dtype.itemsize // call.world_size, level=level))
     log.info("%s of %s on group %s: native %s us, zipped %s us at %s bytes; zipped from %s bytes on", call.op, call.dtype,
              call.group.group_name, *([round(t) if math.isfinite(t) else t for t in c.times_us] for c in (costs.native, costs.zipped)),
              list(PROBE_SIZES), costs.zipped_from())
@@ -115,11 +115,11 @@ def choose(spec: CollectiveSpec, call: Call, run_zipped, state, config) -> bool:
     """Whether an eligible call with one layout for all ranks is to be zipped."""
     measured = state.measured(call.op, call.dtype)
     if measured.due(config.reprobe_calls):
-        measured.costs = measure(spec, call, run_zipped, state.side)
+        measured.costs = measure(spec, call, run_zipped, state.side, config.level)
     numel = spec.row_numel(call)
     spill = state.capacity(call.op, call.dtype, numel, spec.first_spill).spill_per_tile
     native_bytes = None if spec.native_numel is None else spec.native_numel(call) * call.dtype.itemsize
-    return measured.choose(spec.whole_numel(call) * call.dtype.itemsize, frame_ratio(call.dtype, numel, spill), native_bytes)
+    return measured.choose(spec.whole_numel(call) * call.dtype.itemsize, frame_ratio(call.dtype, numel, spill, config.level), native_bytes)
 
 
 def pairs_are_measured(spec: CollectiveSpec, call: Call, run_zipped, state, config) -> bool:
@@ -133,14 +133,14 @@ def pairs_are_measured(spec: CollectiveSpec, call: Call, run_zipped, state, conf
         if not _somebody_asks(call, state, reason_for_raw(numel, call.dtype, numel * call.world_size, config)):
             return False
     if measured.due(config.reprobe_calls):
-        measured.costs = measure(spec, call, run_zipped, state.side)
+        measured.costs = measure(spec, call, run_zipped, state.side, config.level)
     return True
 
 
-def choose_pair(state, dtype: torch.dtype, numel: int, world_size: int) -> bool:
+def choose_pair(state, dtype: torch.dtype, numel: int, world_size: int, level: int = 1) -> bool:
     """Whether a piece of ``numel`` elements is to be zipped. A function of what both its ends know: without memory of other pieces."""
     costs = state.measured("pair", dtype).costs
-    return costs is not None and costs.zipped_is_faster(numel * dtype.itemsize * world_size, frame_ratio(dtype, numel))
+    return costs is not None and costs.zipped_is_faster(numel * dtype.itemsize * world_size, frame_ratio(dtype, numel, level=level))
 
 
 def _somebody_asks(call: Call, state, why_not: str | None) -> bool:

@@ -27,6 +27,8 @@ def test_choice_per_collective_keeps_the_others_default():
     ({"min_bytes": "1024"}, ["min_bytes = '1024'", "integer"]),
     ({"min_bytes": True}, ["min_bytes = True", "integer"]),
     ({"enabled": "yes"}, ["enabled = 'yes'", "boolean"]),
+    ({"level": 3}, ["level = 3", "1 or 2"]),
+    ({"level": 2, "window": "sigma"}, ['window "sigma"', "level 2"]),
     ({"collectives": "sometimes"}, ["collectives.all_gather = 'sometimes'", "'adaptive', 'always' or 'never'"]),
     ({"collectives": "auto"}, ["'auto'", "'adaptive'"]),
     ({"collectives": {"all_gater": "always"}}, ["collectives.all_gater", "unknown field", "all_gather"]),

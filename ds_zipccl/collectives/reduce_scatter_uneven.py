@@ -98,6 +98,7 @@ class _Reduction:
             return
         rows = self._resent or [place[:own.nbytes].view(call.dtype) for place in self._received.unbind(0)]
         sum_in_order([own if rank == call.rank else row for rank, row in enumerate(rows)], flat(call.output))
+        self._launch.keep(*(self._resent or ()))
 
 
 def _buffers(call: Call) -> list[torch.Tensor]:

@@ -241,6 +241,9 @@ def case_rank_order_sums(rank, world):
                 ways[way] += section[way]
             assert section["two_phase"] == 0 or stats[A2A]["calls_zipped"] + stats[A2A]["calls_native"] == section["two_phase"]
     assert ways["straight"] > 0 and (ways["two_phase"] > 0) == (world > 2), ways
+    for stage in (1, 2):                            # C71: odd sizes that no number of ranks divides
+        _, section = against_reference(stage, steps=2, model=WithEmpty, zero={"reduce_bucket_size": 9000})
+        assert section["straight"] + section["two_phase"] > 0, section
 
 
 def case_bytes_against_all_reduce(rank, world):
@@ -346,3 +349,42 @@ class Experts(nn.Module):
     def forward(self, tokens):
         hidden, balance, _ = self.moe(self.net.embedding(tokens))
         return nn.functional.cross_entropy(self.net.head(hidden).float().flatten(0, 1), tokens.flatten()) + 0.01 * balance.float()
+
+
+def case_muon_matrices_with_several_owners(rank, world):
+    """Split matrices are needed whole on each of their owners: those buckets are DeepSpeed's."""
+    how = dict(steps=2, optimizer={"type": "Muon", "params": {"lr": 1e-2}}, zero={"reduce_bucket_size": 12000})
+    for stage in (1, 2):
+        section = compare(stage, **how)[1] if world == 2 else run(stage, zipccl={}, **how)[3]
+        assert section["native_several_owners"] > 0 and section["straight"] + section["two_phase"] > 0, section
+        assert reasons(section) <= {"several_owners", "min_bytes", "no_gain"}, section
+
+
+def case_offload_with_accumulation_at_2(rank, world):
+    """C76: gradients of all micro-steps, kept on the host, also in fp32."""
+    offload = {"offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 12000}
+    for how in (dict(), dict(data_types={"grad_accum_dtype": "fp32"})):
+        _, section = compare(2, steps=2, gradient_accumulation_steps=4, zero=offload, zero_force_ds_cpu_optimizer=False, **how)
+        assert section["straight"] > 0 and reasons(section) <= {"min_bytes"}, section
+
+
+def case_what_is_not_this_seams_goes_to_deepspeed(rank, world):
+    """Sequence parallelism sums in fp32, ZenFlow reads what others own, averages are made before; owners may be plain numbers."""
+    config = settings(2, "bf16", zipccl=ZIPPED)
+    model = Net()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    live, zero = deepspeed_comm.live_runtime(), engine.optimizer
+    bucket = [(frozenset((0,)), torch.randn(5000).bfloat16(), None)]
+    zero.sequence_parallel_size = 2
+    zero.allreduce_and_scatter(bucket, torch.bfloat16, divide=False)
+    assert zero12.stats_of(live).native == {"dtype": 1}
+    zero.sequence_parallel_size = 1
+    zero.allreduce_and_scatter(bucket, torch.bfloat16)
+    zero.zenflow = True
+    zero.allreduce_and_scatter(bucket, torch.bfloat16, divide=False)
+    assert zero12.stats_of(live).native == {"dtype": 1, "divide": 1, "zenflow": 1}
+    zero.zenflow = False
+    zero.allreduce_and_scatter([(0, bucket[0][1])], torch.bfloat16, divide=False)
+    assert zero12.stats_of(live).straight + zero12.stats_of(live).two_phase == 1
+    engine.destroy()
+    deepspeed_hooks.deactivate()

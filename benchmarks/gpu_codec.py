@@ -1,6 +1,7 @@
 """The codec on one GPU: exactness first, then speed against the copy floor, all in one run.
 
-    python benchmarks/gpu_codec.py [--json FILE] [--quick] [--impls cuda,triton] [--part exact|tiny|speed|ratio|all] [--nvcomp FOLDER]
+    python benchmarks/gpu_codec.py [--json FILE] [--quick] [--impls cuda,triton] [--part exact|tiny|speed|ratio|all]
+        [--levels 1,2] [--nvcomp FOLDER]
 
 Speed is GPU time from CUDA-graph replay over rotating buffers that together exceed the L2 cache. GB/s = 1e9 uncompressed bytes a second.
 The floor of a call is (bytes it must read + bytes it must write) / copy speed at that size, the better of two copies of this run.
@@ -28,6 +29,10 @@ BITS = {2: torch.int16, 4: torch.int32}
 BF16 = BY_TORCH[torch.bfloat16]
 L2_MULTIPLE_BYTES = 512 * MIB
 ROWS: list[dict] = []
+# By level: two capacities and sub-pools that must both be exact, one that Gaussians spill out of into several groups, and what makes them
+# overflow; capacities for other data than Gaussians.
+CAPACITIES = {1: (((35, 64), (22, 2048)), (22, 600), (22, 64)), 2: (((95, 64), (60, 40000)), (80, 2000), (80, 64))}
+FITTED = {1: {}, 2: {"zeros10": 140, "student3": 130, "bits": 1792}}
 
 
 def row(**fields) -> None:
@@ -57,6 +62,11 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(view), b.view(view))
 
 
+def formats(impl, levels: tuple) -> list:
+    """Every (dtype, level) that ``impl`` knows, of these levels."""
+    return [(row, level) for row in TABLE for level in row.levels if level in levels and level in impl.levels]
+
+
 # ---- exactness
 
 def frames_of(impl, x, g, skip=-1):
@@ -66,9 +76,9 @@ def frames_of(impl, x, g, skip=-1):
     return frames, int(status)
 
 
-def check_one(name, impl, kind, dtype, n, rows, skip, offset, capacity, spill) -> int:
+def check_one(name, impl, kind, dtype, n, rows, skip, offset, capacity, spill, level) -> int:
     """Number of things that differ from the reference."""
-    g = fmt.layout(dtype, n, capacity, spill)
+    g = fmt.layout(dtype, n, capacity, spill, level=level)
     gap = 8 + -n % 8                     # rows are 16-byte aligned where offset is 0
     x = torch.empty(rows * (n + gap) + offset, dtype=dtype.torch_dtype, device="cuda")[offset:].view(rows, n + gap)[:, :n]
     for i in range(rows):
@@ -89,44 +99,46 @@ def check_one(name, impl, kind, dtype, n, rows, skip, offset, capacity, spill) -
         if hasattr(impl, "raise_on_error"):
             impl.raise_on_error("cuda")
     if wrong:
-        print(f"  WRONG {name} {kind} {dtype.name} n={n} rows={rows} skip={skip} offset={offset} c={capacity} s={spill}: {wrong}",
-              flush=True)
+        print(f"  WRONG {name} level {level} {kind} {dtype.name} n={n} rows={rows} skip={skip} offset={offset} c={capacity} s={spill}: "
+              f"{wrong}", flush=True)
     return len(wrong)
 
 
-def exactness(impls: dict, quick: bool) -> int:
+def exactness(impls: dict, quick: bool, levels: tuple) -> int:
     all_wrong = 0
     for name, impl in impls.items():
         few = quick or name == "triton"      # it compiles again for every alignment
         sizes = (0, 1025, 70001) if few else (0, 1, 1023, 1025, 32768, 70001)
         kinds = ("gauss", "zeros10", "tail") if few else ("gauss", "zeros10", "zeros", "tail", "bits", "student3")
         wrong = cases = 0
-        for dtype in TABLE:
+        for dtype, level in formats(impl, levels):
             for n in sizes:
                 for kind in kinds:
-                    for capacity, spill in ((35, 64), (22, 2048)):
+                    for capacity, spill in CAPACITIES[level][0]:
                         rows, offset = 2 + n % 2, 0 if name == "triton" else n % 3
-                        wrong += check_one(name, impl, kind, dtype, n, rows, n % (rows + 1) - 1, offset, capacity, spill)
+                        wrong += check_one(name, impl, kind, dtype, n, rows, n % (rows + 1) - 1, offset, capacity, spill, level)
                         cases += 1
-        for capacity, spill in ((22, 600), (22, 64), (1024, 0)):
-            wrong += check_one(name, impl, "gauss", BF16, 32768 * 260 + 77, 1, -1, 0, capacity, spill)
-            cases += 1
-        x = torch.arange(1 << 16, device="cuda").to(torch.int16).view(torch.bfloat16).view(1, -1)
-        g = fmt.layout(BF16, x.shape[1], 1024, 0)
-        wrong += not torch.equal(frames_of(impl, x, g)[0], frames_of(impl_reference, x, g)[0])
+        for level in [level for dtype, level in formats(impl, levels) if dtype == BF16]:
+            most = fmt.LEVELS[level].max_slot_bytes
+            for capacity, spill in (*CAPACITIES[level][1:], (most, 0)):
+                wrong += check_one(name, impl, "gauss", BF16, 32768 * 260 + 77, 1, -1, 0, capacity, spill, level)
+                cases += 1
+            x = torch.arange(1 << 16, device="cuda").to(torch.int16).view(torch.bfloat16).view(1, -1)
+            g = fmt.layout(BF16, x.shape[1], most, 0, level=level)
+            wrong += not torch.equal(frames_of(impl, x, g)[0], frames_of(impl_reference, x, g)[0])
         row(op="parity", impl=name, dtype="all", dist="all", cases=cases, wrong=wrong)
         print(f"exactness {name}: {cases} cases, {wrong} wrong", flush=True)
         all_wrong += wrong
     return all_wrong
 
 
-def tiny(impls: dict) -> int:
+def tiny(impls: dict, levels: tuple) -> int:
     """Few launches of every kernel, for compute-sanitizer (C20): round trips only, without the reference."""
     wrong = 0
     for impl in impls.values():
-        for dtype in TABLE:
+        for dtype, level in formats(impl, levels):
             for n, kind, rows in ((70001, "tail", 3), (33000, "gauss", 2), (32768 * 3, "zeros10", 2)):
-                g = fmt.layout(dtype, n, 22, 6000)
+                g = fmt.layout(dtype, n, 22, 8000 * level, level=level)
                 x = torch.stack([make(kind, n, dtype, seed=i) for i in range(rows)])
                 frames, status = frames_of(impl, x, g)
                 out = torch.empty_like(x)
@@ -185,13 +197,13 @@ def report(op, name, dtype, kind, size, us, moved, copy, frame_bytes, wrong, **m
     gbs, share = size / us / 1e3, moved / copy * 1e6 / us
     row(op=op, impl=name, dtype=dtype.name, dist=kind, bytes=size, time_us=us, gbs=gbs, floor_share=share, wire_bytes=frame_bytes,
         ratio=size / frame_bytes, wrong=wrong, **more)
-    print(f"  {op:14s} {name:7s} {dtype.name:8s} {kind:8s} {size / MIB:6.0f} MiB {us:9.1f} us {gbs:7.0f} GB/s {100 * share:4.0f} % of floor"
-          f"  ratio {size / frame_bytes:.4f}  wrong {wrong}", flush=True)
+    print(f"  {op:14s} {name:7s} level {more.get('level', '-')} {dtype.name:8s} {kind:8s} {size / MIB:6.0f} MiB {us:9.1f} us "
+          f"{gbs:7.0f} GB/s {100 * share:4.0f} % of floor  ratio {size / frame_bytes:.4f}  wrong {wrong}", flush=True)
 
 
-def speed_of(name, impl, dtype, kind, size, copy):
+def speed_of(name, impl, dtype, kind, size, copy, level):
     n, sets = size // dtype.itemsize, num_sets(size)
-    g = fmt.layout(dtype, n)
+    g = fmt.layout(dtype, n, FITTED[level].get(kind), level=level)
     xs = [make(kind, n, dtype, seed=i).view(1, -1) for i in range(sets)]
     frames = [torch.empty(1, g.frame_bytes, dtype=torch.uint8, device="cuda") for _ in xs]
     outs = [torch.full_like(x, 1.5) for x in xs]
@@ -206,15 +218,15 @@ def speed_of(name, impl, dtype, kind, size, copy):
             wrong += int((x.view(bits) != o.view(bits)).sum())
     encode_us = graph_us([lambda x=x, f=f: impl.encode(x, f, status, g) for x, f in zip(xs, frames, strict=True)])
     decode_us = graph_us([lambda f=f, o=o: impl.decode(f, o, g) for f, o in zip(frames, outs, strict=True)])
-    more = {"overflow": overflow, "need": need}
+    more = {"overflow": overflow, "need": need, "level": level}
     report("compress", name, dtype, kind, size, encode_us, size + g.frame_bytes, copy, g.frame_bytes, wrong, **more)
     report("decompress", name, dtype, kind, size, decode_us, size + g.frame_bytes, copy, g.frame_bytes, wrong, **more)
 
 
-def reduce_speed_of(name, impl, dtype, rows, size, copy):
+def reduce_speed_of(name, impl, dtype, rows, size, copy, level):
     """``size``: bytes of one row."""
     n, sets = size // dtype.itemsize, max(2, num_sets(size) // rows)
-    g = fmt.layout(dtype, n)
+    g = fmt.layout(dtype, n, level=level)
     status = torch.zeros(1, dtype=torch.int32, device="cuda")
     xs = [torch.stack([make("gauss", n, dtype, seed=7 * i + r) for r in range(rows)]) for i in range(sets)]
     frames = [torch.empty(rows, fmt.align(g.frame_bytes), dtype=torch.uint8, device="cuda") for _ in xs]
@@ -229,10 +241,11 @@ def reduce_speed_of(name, impl, dtype, rows, size, copy):
     for x, o in zip(xs, outs, strict=True):
         sum_in_order(list(x), expected)
         wrong += int((expected.view(BITS[dtype.itemsize]) != o.view(BITS[dtype.itemsize])).sum())
-    report("decode_reduce", name, dtype, "gauss", size, us, (rows - 1) * g.frame_bytes + 2 * size, copy, g.frame_bytes, wrong, rows=rows)
+    report("decode_reduce", name, dtype, "gauss", size, us, (rows - 1) * g.frame_bytes + 2 * size, copy, g.frame_bytes, wrong, rows=rows,
+           level=level)
 
 
-def speed(impls: dict, quick: bool, nvcomp: bool) -> None:
+def speed(impls: dict, quick: bool, nvcomp: bool, levels: tuple) -> None:
     sizes = [s * MIB for s in ((16, 256) if quick else (1, 4, 16, 64, 256, 1024))]
     copy = {size: copy_speed(size) for size in sizes}
     for size, value in copy.items():
@@ -240,15 +253,16 @@ def speed(impls: dict, quick: bool, nvcomp: bool) -> None:
     if nvcomp:
         nvcomp_speed(copy[256 * MIB])
     for name, impl in impls.items():
-        for size in sizes:
-            speed_of(name, impl, BF16, "gauss", size, copy[size])
-        for rows, size in ((2, 64 * MIB), (8, 64 * MIB)) if quick else ((2, 16 * MIB), (2, 256 * MIB), (4, 64 * MIB), (8, 64 * MIB)):
-            reduce_speed_of(name, impl, BF16, rows, size, copy.get(size, copy[256 * MIB]))
-        if not quick:
-            for kind in ("zeros10", "student3", "bits"):
-                speed_of(name, impl, BF16, kind, 256 * MIB, copy[256 * MIB])
+        for level in [level for dtype, level in formats(impl, levels) if dtype == BF16]:
+            for size in sizes:
+                speed_of(name, impl, BF16, "gauss", size, copy[size], level)
+            for rows, size in ((2, 64 * MIB), (8, 64 * MIB)) if quick else ((2, 16 * MIB), (2, 256 * MIB), (4, 64 * MIB), (8, 64 * MIB)):
+                reduce_speed_of(name, impl, BF16, rows, size, copy.get(size, copy[256 * MIB]), level)
+            for kind in () if quick else ("zeros10", "student3", "bits"):
+                speed_of(name, impl, BF16, kind, 256 * MIB, copy[256 * MIB], level)
+        if not quick and 1 in levels:
             for dtype in TABLE[1:]:
-                speed_of(name, impl, dtype, "gauss", 256 * MIB, copy[256 * MIB])
+                speed_of(name, impl, dtype, "gauss", 256 * MIB, copy[256 * MIB], 1)
 
 
 def nvcomp_speed(copy: float) -> None:
@@ -286,11 +300,13 @@ def host_cost(name, impl) -> None:
         print(f"host time to queue {op} {name}: {best:.1f} us", flush=True)
 
 
-def ratios(impls: dict) -> None:
+def ratios(impls: dict, level: int) -> None:
     """Fixed ratio and need over a half-octave sweep of sigma."""
     name, impl = next(iter(impls.items()))
+    if level not in impl.levels:
+        return
     n = 32 * MIB
-    g = fmt.layout(BF16, n)
+    g = fmt.layout(BF16, n, level=level)
     frames, status = torch.empty(1, g.frame_bytes, dtype=torch.uint8, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
     worst, worst_used = 0, math.inf
     for step in range(-40, 21):
@@ -298,21 +314,22 @@ def ratios(impls: dict) -> None:
         impl.encode(make("gauss", n, BF16, sigma).view(1, -1), frames, status, g)
         word = int(status)
         heads = frames[0, 128:128 + (g.num_tiles - 1) * g.tile_bytes].view(-1, g.tile_bytes)[:, :4].contiguous().view(torch.int32)
-        used = (g.num_tiles * (144 + 32 * 1408) + int(heads.sum()) + 128) or 1
+        used = (g.num_tiles * (144 + 32 * (fmt.LEVELS[level].code_bytes + 1024)) + int(heads.sum()) + 128) or 1
         worst, worst_used = max(worst, word), min(worst_used, 2 * n / used)
-        row(op="ratio", impl=name, dtype=BF16.name, dist="gauss", sigma=sigma, bytes=2 * n, ratio=2 * n / g.frame_bytes,
+        row(op="ratio", impl=name, level=level, dtype=BF16.name, dist="gauss", sigma=sigma, bytes=2 * n, ratio=2 * n / g.frame_bytes,
             ratio_used=2 * n / used, need=word & 0xFFFF, overflow=word >> 16 & 1)
-    print(f"ratio over sigma 2^-20..2^10: fixed {2 * n / g.frame_bytes:.4f}, used >= {worst_used:.4f}, need <= {worst & 0xFFFF}, "
-          f"overflow {worst >> 16 & 1}", flush=True)
+    print(f"level {level}, ratio over sigma 2^-20..2^10: fixed {2 * n / g.frame_bytes:.4f}, used >= {worst_used:.4f}, "
+          f"need <= {worst & 0xFFFF}, overflow {worst >> 16 & 1}", flush=True)
 
 
 def table() -> str:
-    lines = ["| op | impl | dtype | data | MiB | us | GB/s | % of copy floor | ratio | wrong |",
-             "|---|---|---|---|---|---|---|---|---|---|"]
+    lines = ["| op | impl | level | dtype | data | MiB | us | GB/s | % of copy floor | ratio | wrong |",
+             "|---|---|---|---|---|---|---|---|---|---|---|"]
     for r in ROWS:
         if "floor_share" in r:
             op = r["op"] + (f", {r['rows']} rows" if "rows" in r else "")
-            lines.append(f"| {op} | {r['impl']} | {r['dtype']} | {r['dist']} | {r['bytes'] // MIB} | {r['time_us']:.1f} | {r['gbs']:.0f} | "
+            lines.append(f"| {op} | {r['impl']} | {r.get('level', '-')} | {r['dtype']} | {r['dist']} | {r['bytes'] // MIB} | "
+                         f"{r['time_us']:.1f} | {r['gbs']:.0f} | "
                          f"{100 * r['floor_share']:.0f} | {r['ratio']:.4f}{' (overflow)' if r.get('overflow') else ''} | {r['wrong']} |")
     return "\n".join(lines)
 
@@ -321,7 +338,9 @@ def save(path: Path | None, impls: dict) -> None:
     meta = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "torch": torch.__version__,
             "python": platform.python_version(), "command": "python benchmarks/gpu_codec.py " + " ".join(sys.argv[1:]),
             "date": datetime.date.today().isoformat(),
-            "impls": list(impls), "layout": f"c = {fmt.DEFAULT_ESCAPES_PER_BLOCK}, s = {fmt.DEFAULT_SPILL_PER_TILE}; Gaussian sigma 0.02"}
+            "impls": list(impls),
+            "layout": f"c = {fmt.LEVELS[1].slot_bytes}; level 2: {fmt.LEVELS[2].slot_bytes} for Gaussians, {FITTED[2]}; "
+                      f"s = {fmt.DEFAULT_SPILL_PER_TILE}; Gaussian sigma 0.02"}
     if path:
         path.write_text(json.dumps({"meta": meta, "rows": ROWS}, indent=1))
         path.with_suffix(".md").write_text(f"{json.dumps(meta)}\n\n{table()}\n")
@@ -334,6 +353,7 @@ def main() -> int:
     parser.add_argument("--nvcomp", nargs="?", const="", help="measure nvCOMP's ANS too: the installed one, or that of a folder that has "
                                                               "include/ and lib64/")
     parser.add_argument("--impls", default="cuda")
+    parser.add_argument("--levels", default="1,2", help="compression levels, where an implementation has them")
     parser.add_argument("--part", default="all", choices=("exact", "tiny", "speed", "ratio", "all"))
     args = parser.parse_args()
     if args.nvcomp:
@@ -342,17 +362,19 @@ def main() -> int:
     for name in args.impls.split(","):
         loader.resolve(name, "cuda")
         impls[name] = ops.kernel_set(name)
-    wrong = exactness(impls, args.quick) if args.part in ("exact", "all") else 0
+    levels = tuple(int(level) for level in args.levels.split(","))
+    wrong = exactness(impls, args.quick, levels) if args.part in ("exact", "all") else 0
     save(args.json, impls)
     if args.part == "tiny":
-        wrong = tiny(impls)
+        wrong = tiny(impls, levels)
     if args.part in ("speed", "all"):
-        speed(impls, args.quick, args.nvcomp is not None)
+        speed(impls, args.quick, args.nvcomp is not None, levels)
         save(args.json, impls)
         for name, impl in impls.items():
             host_cost(name, impl)
     if args.part in ("ratio", "all"):
-        ratios(impls)
+        for level in levels:
+            ratios(impls, level)
     save(args.json, impls)
     return 1 if wrong else 0
 

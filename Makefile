@@ -40,6 +40,7 @@ lint: env
 	$(PY) -m ruff check .
 
 # The launcher's variables must be unset, or DeepSpeed does not ask MPI; it does ask `hostname`.
+# -x: where one rank fails, the ranks are out of step, and mpirun ends them all.
 test-mpi: env
 	@if ! ls tests/mpi/test_*.py >/dev/null 2>&1; then \
 	    echo "test-mpi: no tests in tests/mpi"; \
@@ -51,7 +52,7 @@ test-mpi: env
 	    set -x; env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u LOCAL_SIZE -u MASTER_ADDR -u MASTER_PORT \
 	        OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	        timeout --foreground -k 30 600 mpirun -n $(MPI_RANKS) --oversubscribe --tag-output \
-	        $(PY) -m pytest -p no:cacheprovider tests/mpi; \
+	        $(PY) -m pytest -x -p no:cacheprovider tests/mpi; \
 	fi
 
 clean:

@@ -55,16 +55,16 @@ def train(config: dict, stage: int, steps: int = STEPS, model=Net) -> tuple[str,
     torch.manual_seed(0)
     model = model()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=copy.deepcopy(config))
-    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    generator = torch.Generator("cpu").manual_seed(100 + dist.get_rank())
     losses, parameters = hashlib.sha256(), hashlib.sha256()
     for _ in range(steps * engine.gradient_accumulation_steps()):
-        loss = engine(torch.randint(0, VOCAB, (4, 7), generator=generator))
+        loss = engine(torch.randint(0, VOCAB, (4, 7), generator=generator, device="cpu").to(engine.device))
         engine.backward(loss)
         engine.step()
         losses.update(loss.item().hex().encode())
     with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
         for parameter in model.parameters():
-            parameters.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            parameters.update(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
     live = deepspeed_comm.live_runtime()
     stats = live.stats.snapshot() if live else {}
     engine.destroy()

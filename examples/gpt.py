@@ -18,6 +18,11 @@ def rotate(x, rotary):
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
 
+def swiglu(x, gate_up, down):
+    gate, up = gate_up(x).chunk(2, dim=-1)
+    return down(F.silu(gate) * up)
+
+
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and added to the stream x [batch, seq_len, dim]."""
 
@@ -31,24 +36,29 @@ class Block(nn.Module):
         self.gate_up = nn.Linear(dim, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
 
-    def forward(self, x, rotary):
+    def attention(self, x, rotary):
         batch, seq_len, dim = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, seq_len, 3, self.num_heads, -1)
+        qkv = self.qkv(x).view(batch, seq_len, 3, self.num_heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         heads = F.scaled_dot_product_attention(rotate(q, rotary), rotate(k, rotary), v, is_causal=True)
-        x = x + self.attention_out(heads.transpose(1, 2).reshape(batch, seq_len, dim))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        return self.attention_out(heads.transpose(1, 2).reshape(batch, seq_len, dim))
+
+    def mlp(self, x):
+        return swiglu(x, self.gate_up, self.down)
+
+    def forward(self, x, rotary):
+        x = x + self.attention(self.attention_norm(x), rotary)
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class GPT(nn.Module):
-    """Tokens int64 [batch, seq_len] to logits [batch, seq_len, vocab_size] in the model's dtype."""
+    """Tokens int64 [batch, seq_len] to logits [batch, seq_len, vocab_size] in the model's dtype. block(dim, num_heads) makes a block."""
 
-    def __init__(self, vocab_size, dim, num_layers, num_heads, tied=True):
+    def __init__(self, vocab_size, dim, num_layers, num_heads, tied=True, block=Block):
         super().__init__()
         self.head_dim = dim // num_heads
         self.embedding = nn.Embedding(vocab_size, dim)
-        self.blocks = nn.ModuleList(Block(dim, num_heads) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(block(dim, num_heads) for _ in range(num_layers))
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, vocab_size, bias=False)
         for name, weight in self.named_parameters():

@@ -6,7 +6,7 @@ from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.collectives.pairs import reason_for_raw
 from ds_zipccl.collectives.parts import can_fit
 from ds_zipccl.collectives.registry import Call, CollectiveSpec
-from ds_zipccl.collectives.views import is_dense
+from ds_zipccl.collectives.views import averages, is_dense
 from ds_zipccl.config import ZipcclConfig
 
 WORTHWHILE = frozenset({torch.bfloat16})        # FP16 and FP32 would gain 14-18 % at best: raw
@@ -17,7 +17,7 @@ REASONS = {
     "never": "the configuration says never",
     "dtype": "only BF16 pays",
     "device": "no kernels for this device",
-    "reduce_op": "only SUM",
+    "reduce_op": "only SUM, and AVG where the world size is a power of 2",
     "layout": "not contiguous, and the backend refuses that (NCCL), or sparse",
     "shape": "sizes do not fit together: the native call reports it",
     "min_bytes": "smaller than min_bytes",
@@ -52,7 +52,7 @@ def reason_for_native(config: ZipcclConfig, spec: CollectiveSpec, call: Call) ->
         return "layout"
     if not spec.shapes_match(call):
         return "shape"
-    if call.reduce_op is not None and call.reduce_op != dist.ReduceOp.SUM:
+    if call.reduce_op is not None and call.reduce_op != dist.ReduceOp.SUM and not averages(call):
         return "reduce_op"
     if not all(map(is_dense, tensors)) and not _copies_do(call):
         return "layout"

@@ -24,7 +24,7 @@ from ds_zipccl.collectives.group_state import GroupState
 from ds_zipccl.collectives.launch import STATUS_BYTES, Launch  # noqa: F401  others count status words too
 from ds_zipccl.collectives.native_calls import NativeCalls, signature
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, specs
-from ds_zipccl.collectives.views import contiguous
+from ds_zipccl.collectives.views import as_sum, contiguous
 from ds_zipccl.collectives.work import DoneWork, Pending, ZipWork
 from ds_zipccl.collectives.workspace import Workspace
 from ds_zipccl.config import ZipcclConfig
@@ -68,6 +68,7 @@ class Runtime:
             reason = self._choose(spec, call, state)
         if reason is None:
             inner, store = contiguous(call)
+            inner = as_sum(inner)
             pieces = parts.cut(spec, inner, self.config)
             if len(pieces) > 1:
                 return self._run_parts(call, pieces, state, store)

@@ -2,6 +2,7 @@
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from ds_zipccl.collectives.registry import Call
 
@@ -34,6 +35,21 @@ def contiguous(call: Call):
                 theirs.copy_(ours)
 
     return inner, store
+
+
+def averages(call: Call) -> bool:
+    """Whether the call is an average that can be carried out as a sum: of inputs divided by the world size, which is exact for a power of
+    two (but for denormals), so that the result is the rank-order fp32 sum / world size with one rounding, finite where that is."""
+    return call.reduce_op is not None and call.reduce_op == dist.ReduceOp.AVG and call.world_size & (call.world_size - 1) == 0
+
+
+def as_sum(call: Call) -> Call:
+    """An average as a sum over a scaled copy of its inputs; any other call as it is."""
+    if not averages(call):
+        return call
+    scale = 1 / call.world_size
+    scaled = tuple(t * scale for t in call.inputs)
+    return replace(call, input=scaled if isinstance(call.input, tuple) else scaled[0], reduce_op=dist.ReduceOp.SUM)
 
 
 def flat(t: torch.Tensor) -> torch.Tensor:

@@ -103,6 +103,29 @@ def case_exactly_summable_inputs_equal_native(rank, world):
             assert (row["raw_bytes"], row["wire_bytes"]) == (spec.raw_bytes(ours), spec.wire_bytes(ours)), op
 
 
+def case_averages(rank, world):
+    """AVG (C29, C31): the rank-order sum of the inputs / world size, where that division is exact; native beyond, with its reason.
+    Values near the largest stay finite."""
+    avg, size = dist.ReduceOp.AVG, 5000
+    with runtime() as live:
+        for name in (RS, "all_reduce"):
+            data = specials(world * size, seed=3 + rank)
+            data[7::50] = torch.finfo(torch.bfloat16).max * (1 if rank % 2 else 0.75)
+            kept = data.clone()
+            out = torch.empty(size, dtype=data.dtype) if name == RS else data
+            work = launch(live, name, out, data, reduce_op=avg)
+            if world & world - 1:
+                assert work is None and live.stats.snapshot()[name]["native_reasons"] == {"reduce_op": 1}
+                continue
+            work.wait()
+            divided = kept * (1 / world)
+            expected = rank_order_sum(divided, rank, world)
+            if name != RS:
+                expected = gathered(expected, world)
+            assert_same_bits(out, expected, name)
+            assert bool(out[7::50].isfinite().all()) and (name != RS or torch.equal(data.view(torch.int16), kept.view(torch.int16)))
+
+
 def case_native_reasons_are_counted(rank, world):
     with runtime(min_bytes=4096, max_workspace_bytes=1 << 20) as live:
         def reason_of(op, out, data, **kwargs):

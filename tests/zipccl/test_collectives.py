@@ -8,7 +8,7 @@ MODULES = {"tests.zipccl.collective_cases": (2, 3, 4), "tests.zipccl.collective_
            "tests.zipccl.collective_form_cases": (2, 3, 4), "tests.zipccl.collective_pair_cases": (2, 3, 4, 5),
            "tests.zipccl.collective_window_cases": (2, 3, 4), "tests.zipccl.collective_level_cases": (2, 3),
            "tests.zipccl.collective_check_cases": (2, 3),
-           "tests.zipccl.collective_deepspeed_cases": (2, 3), "tests.zipccl.collective_parts_cases": (2, 3, 5)}
+           "tests.zipccl.collective_deepspeed_cases": (2, 3), "tests.zipccl.collective_parts_cases": (2, 3, 4)}
 
 
 def cases_of(module: str, world_size: int) -> tuple[str, ...]:

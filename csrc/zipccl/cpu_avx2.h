@@ -6,9 +6,11 @@
 
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "cpu_block.h"
 
-#define ZIPCCL_AVX2 __attribute__((target("avx2,bmi,bmi2,popcnt")))
+#define ZIPCCL_AVX2 __attribute__((target("avx2,bmi,bmi2,f16c,popcnt")))
 #define ZIPCCL_AVX2_INLINE ZIPCCL_AVX2 inline __attribute__((always_inline))
 
 namespace zipccl {
@@ -133,7 +135,7 @@ class Avx2 {
     }
 
   public:
-    enum { kFetchBlocksAhead = 0 };
+    enum { kFetchBlocksAhead = 2 };
 
     static ZIPCCL_AVX2 Statistics statistics(const uint8_t* exponents) {
         const __m256i zero = _mm256_setzero_si256(), one = _mm256_set1_epi8(1), low = _mm256_set1_epi16(255);
@@ -242,17 +244,45 @@ class Avx2 {
     }
     template <class D>
     static ZIPCCL_AVX2 void accumulate(const uint8_t* x, float* sum, bool first) {
-        accumulate_block<D>(x, sum, first);
+        if constexpr (std::is_same_v<D, Fp16>) {
+            for (int e = 0; e < kBlockElems; e += 8) {
+                const __m256 value = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + 2 * e)));
+                _mm256_storeu_ps(sum + e, first ? value : _mm256_add_ps(_mm256_loadu_ps(sum + e), value));
+            }
+        } else {
+            accumulate_block<D>(x, sum, first);
+        }
     }
     template <class D>
     static ZIPCCL_AVX2 void round(const float* sum, uint8_t* out) {
-        round_block<D>(sum, out);
+        if constexpr (std::is_same_v<D, Fp16>) {
+            const __m128i quiet_nan = _mm_set1_epi16(0x7E00);
+            for (int e = 0; e < kBlockElems; e += 8) {
+                const __m256 value = _mm256_loadu_ps(sum + e);
+                const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+                const __m128i nans = _mm_packs_epi32(_mm256_castsi256_si128(nan), _mm256_extracti128_si256(nan, 1));
+                store16(out + 2 * e,
+                        _mm_blendv_epi8(_mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT), quiet_nan, nans));
+            }
+        } else {
+            round_block<D>(sum, out);
+        }
     }
+
+    static ZIPCCL_AVX2 void copy_uncached(const uint8_t* from, uint8_t* to, int64_t bytes) {
+        if (reinterpret_cast<uintptr_t>(to) % 32 != 0) {
+            std::memcpy(to, from, bytes);
+            return;
+        }
+        for (int64_t i = 0; i < bytes; i += 32)
+            _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), load32(from + i));
+    }
+    static void drain() { _mm_sfence(); }
 
     static bool supported() {
         __builtin_cpu_init();
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
-               __builtin_cpu_supports("popcnt");
+               __builtin_cpu_supports("f16c") && __builtin_cpu_supports("popcnt");
     }
 };
 

@@ -9,6 +9,8 @@
 
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "cpu_block.h"
 
 #define ZIPCCL_AVX512 \
@@ -141,7 +143,7 @@ class Avx512 {
     }
 
   public:
-    enum { kFetchBlocksAhead = 2 };  // compress is up to 1.3 times as fast where the input is in no cache
+    enum { kFetchBlocksAhead = 2 };  // up to 1.5 times as fast where the input is in no cache
 
     static ZIPCCL_AVX512 Statistics statistics(const uint8_t* exponents) {
         const __m512i zero = _mm512_setzero_si512(), one = _mm512_set1_epi8(1), top = _mm512_set1_epi8(-128);
@@ -226,12 +228,40 @@ class Avx512 {
     }
     template <class D>
     static ZIPCCL_AVX512 void accumulate(const uint8_t* x, float* sum, bool first) {
-        accumulate_block<D>(x, sum, first);
+        if constexpr (std::is_same_v<D, Fp16>) {
+            for (int e = 0; e < kBlockElems; e += 16) {
+                const __m512 value = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 2 * e)));
+                _mm512_storeu_ps(sum + e, first ? value : _mm512_add_ps(_mm512_loadu_ps(sum + e), value));
+            }
+        } else {
+            accumulate_block<D>(x, sum, first);
+        }
     }
     template <class D>
     static ZIPCCL_AVX512 void round(const float* sum, uint8_t* out) {
-        round_block<D>(sum, out);
+        if constexpr (std::is_same_v<D, Fp16>) {
+            const __m256i quiet_nan = _mm256_set1_epi16(0x7E00);
+            for (int e = 0; e < kBlockElems; e += 16) {
+                const __m512 value = _mm512_loadu_ps(sum + e);
+                const __m256i rounded = _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT);
+                const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 2 * e),
+                                    _mm256_mask_mov_epi16(rounded, nan, quiet_nan));
+            }
+        } else {
+            round_block<D>(sum, out);
+        }
     }
+
+    static ZIPCCL_AVX512 void copy_uncached(const uint8_t* from, uint8_t* to, int64_t bytes) {
+        if (reinterpret_cast<uintptr_t>(to) % 64 != 0) {
+            std::memcpy(to, from, bytes);
+            return;
+        }
+        for (int64_t i = 0; i < bytes; i += 64)
+            _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
+    }
+    static void drain() { _mm_sfence(); }
 
     static bool supported() {
         __builtin_cpu_init();

@@ -17,7 +17,7 @@ struct Statistics {
 // or more times kBlockElems, `x` the block's elements, `sum` kBlockElems floats. No alignment is assumed of `x`,
 // `packed`, `planes` and `escapes`.
 struct BlockOps {
-    // How far ahead an encoder asks for its input: the fastest operations outrun what the machine fetches by itself.
+    // How far ahead the input is asked for: fast operations outrun what the machine fetches by itself.
     int fetch_blocks_ahead;
     // Elements -> exponents, byte planes and (types with an extra 3-bit plane) its values.
     void (*split)(const uint8_t* x, uint8_t* exponents, uint8_t* planes, uint8_t* extra);
@@ -37,6 +37,10 @@ struct BlockOps {
     void (*accumulate)(const uint8_t* x, float* sum, bool first);
     // One rounding to nearest even; every NaN becomes the type's canonical quiet NaN.
     void (*round)(const float* sum, uint8_t* out);
+    // Copies a multiple of 64 bytes past the caches: a line that is written whole need not be read first, which takes a
+    // third off the memory traffic of a copy. `drain` makes the bytes visible to other threads. Null: not to be had.
+    void (*copy_uncached)(const uint8_t* from, uint8_t* to, int64_t bytes);
+    void (*drain)();
 };
 
 template <class D, class Isa>
@@ -49,6 +53,8 @@ constexpr BlockOps kBlockOps{Isa::kFetchBlocksAhead,
                              Isa::pack,
                              Isa::unpack,
                              Isa::template accumulate<D>,
-                             Isa::template round<D>};
+                             Isa::template round<D>,
+                             Isa::copy_uncached,
+                             Isa::drain};
 
 }  // namespace zipccl

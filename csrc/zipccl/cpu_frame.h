@@ -16,12 +16,13 @@ struct Rows {
     int64_t num_rows;
     int64_t skip;
     int64_t num_threads;
+    bool uncached;  // outputs go past the caches, which cannot hold them
 
     // A chunk, the unit of work of a thread, is some tiles of one group: enough chunks to share out, few enough to
     // manage.
     int64_t chunk_tiles() const {
         return std::max<int64_t>(
-            1, std::min<int64_t>(8, num_rows * g->num_tiles / (4 * std::max<int64_t>(num_threads, 1))));
+            1, std::min<int64_t>(8, num_rows * g->num_tiles / (8 * std::max<int64_t>(num_threads, 1))));
     }
     int64_t group_chunks() const {
         return (std::min(g->group_tiles, g->num_tiles) + chunk_tiles() - 1) / chunk_tiles();
@@ -121,23 +122,26 @@ inline uint32_t encode_rows(const Rows& rows, const uint8_t* x, int64_t x_stride
                             int64_t frame_stride) {
     const int64_t num_chunks = rows.num_chunks();
     std::vector<ChunkSpill> spills(static_cast<size_t>(rows.num_rows * num_chunks));
-    parallel_for<EscapeBuffer>(
+    parallel_for<TileBuffer>(
         rows.num_rows * num_chunks, rows.num_rows * rows.row_bytes(), rows.num_threads,
-        [&](EscapeBuffer& escapes, int64_t item) {
+        [&](TileBuffer& buffer, int64_t item) {
             const int64_t row = item / num_chunks, chunk = item % num_chunks;
             if (row == rows.skip) return;
             ChunkSpill& spill = spills[static_cast<size_t>(item)];
             for (int64_t t = rows.chunk_begin(chunk); t < rows.chunk_end(chunk); ++t) {
                 const Tile tile{rows.g, t};
                 const uint32_t count =
-                    encode_tile(tile, *rows.ops, x + row * x_stride, frames + row * frame_stride, escapes.get());
+                    encode_tile(tile, *rows.ops, x + row * x_stride, frames + row * frame_stride, buffer.get(),
+                                rows.uncached);
                 const uint32_t nb = static_cast<uint32_t>(tile.num_blocks()), slots = tile.escapes_capacity();
                 spill.need = std::max(spill.need, (count + nb - 1) / nb);
                 if (count <= slots) continue;
                 spill.total += count - slots;
+                const uint8_t* escapes = buffer.get() + tile.escapes();
                 if (spill.total <= tile.pool_bytes())
-                    spill.bytes.insert(spill.bytes.end(), escapes.get() + slots, escapes.get() + count);
+                    spill.bytes.insert(spill.bytes.end(), escapes + slots, escapes + count);
             }
+            if (rows.uncached) rows.ops->drain();
         });
     uint32_t need = 0, overflowed = 0, spill = 0;
     for (int64_t row = 0; row < rows.num_rows; ++row) {
@@ -182,24 +186,25 @@ inline Failure decode_rows(const Rows& rows, const uint8_t* frames, int64_t fram
     const int64_t num_chunks = rows.num_chunks();
     const int64_t num_sound = first_bad_header(rows, frames, frame_stride);
     FirstFailure failure;
-    const auto work = [&](EscapeBuffer& escapes, int64_t item) {
+    const auto work = [&](TileBuffer& buffer, int64_t item) {
         const int64_t row = item / num_chunks, chunk = item % num_chunks;
         if (row == rows.skip) return;
         for (int64_t t = rows.chunk_begin(chunk); t < rows.chunk_end(chunk); ++t) {
             const Tile tile{rows.g, t};
             TileReader reader;
-            FailureKind kind = reader.open(tile, *rows.ops, frames + row * frame_stride, escapes);
+            FailureKind kind = reader.open(tile, *rows.ops, frames + row * frame_stride, buffer);
             uint8_t* x = out + row * out_stride + tile.first_elem() * rows.g->itemsize;
             for (int b = 0; b < tile.num_blocks() && kind == kSound; ++b, x += tile.block_bytes()) {
                 const int64_t present = tile.block_elems(b);
                 alignas(64) uint8_t padded[kMaxBlockBytes];
-                kind = reader.read(b, present < kBlockElems ? padded : x);
+                kind = present < kBlockElems ? reader.read(b, padded, false) : reader.read(b, x, rows.uncached);
                 if (present < kBlockElems && kind == kSound) std::memcpy(x, padded, present * rows.g->itemsize);
             }
             if (kind != kSound) failure.add(kind, row, tile, static_cast<int64_t>(reader.spill_end()));
         }
+        if (rows.uncached) rows.ops->drain();
     };
-    parallel_for<EscapeBuffer>(num_sound * num_chunks, num_sound * rows.row_bytes(), rows.num_threads, work);
+    parallel_for<TileBuffer>(num_sound * num_chunks, num_sound * rows.row_bytes(), rows.num_threads, work);
     if (failure.get().kind == kSound && num_sound < rows.num_rows) return Failure{kBadHeader, num_sound};
     return failure.get();
 }
@@ -209,7 +214,7 @@ inline Failure decode_reduce_rows(const Rows& rows, const uint8_t* frames, int64
                                   uint8_t* out) {
     const int64_t num_sound = first_bad_header(rows, frames, frame_stride);
     struct Reader {
-        EscapeBuffer escapes;
+        TileBuffer buffer;
         TileReader tile;
     };
     FirstFailure failure;
@@ -221,7 +226,7 @@ inline Failure decode_reduce_rows(const Rows& rows, const uint8_t* frames, int64
             for (int64_t row = 0; row < num_sound; ++row) {
                 if (row == rows.skip) continue;
                 Reader& reader = readers[static_cast<size_t>(row)];
-                const FailureKind kind = reader.tile.open(tile, *rows.ops, frames + row * frame_stride, reader.escapes);
+                const FailureKind kind = reader.tile.open(tile, *rows.ops, frames + row * frame_stride, reader.buffer);
                 if (kind == kSound) continue;
                 failure.add(kind, row, tile, static_cast<int64_t>(reader.tile.spill_end()));
                 sound = false;
@@ -235,7 +240,7 @@ inline Failure decode_reduce_rows(const Rows& rows, const uint8_t* frames, int64
                 for (int64_t row = 0; row < rows.num_rows; ++row) {
                     const uint8_t* source = part;
                     if (row != rows.skip) {
-                        const FailureKind kind = readers[static_cast<size_t>(row)].tile.read(b, part);
+                        const FailureKind kind = readers[static_cast<size_t>(row)].tile.read(b, part, false);
                         if (kind != kSound) {
                             failure.add(kind, row, tile, 0);
                             sound = false;
@@ -250,10 +255,15 @@ inline Failure decode_reduce_rows(const Rows& rows, const uint8_t* frames, int64
                     rows.ops->accumulate(source, sum, row == 0);
                 }
                 if (!sound) break;
-                rows.ops->round(sum, whole ? out + offset : part);
-                if (!whole) std::memcpy(out + offset, part, present_bytes);
+                const bool direct = whole && !rows.uncached;
+                rows.ops->round(sum, direct ? out + offset : part);
+                if (!whole)
+                    std::memcpy(out + offset, part, present_bytes);
+                else if (!direct)
+                    rows.ops->copy_uncached(part, out + offset, present_bytes);
             }
         }
+        if (rows.uncached) rows.ops->drain();
     };
     parallel_for<std::vector<Reader>>(rows.num_chunks(), rows.num_rows * rows.row_bytes(), rows.num_threads, work);
     if (failure.get().kind == kSound && num_sound < rows.num_rows) return Failure{kBadHeader, num_sound};

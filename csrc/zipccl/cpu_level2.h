@@ -260,6 +260,8 @@ constexpr BlockOps kLevel2Ops{Isa::kFetchBlocksAhead,
                               Isa::pack,
                               Isa::unpack,
                               Isa::template accumulate<Bf16>,
-                              Isa::template round<Bf16>};
+                              Isa::template round<Bf16>,
+                              Isa::copy_uncached,
+                              Isa::drain};
 
 }  // namespace zipccl

@@ -1,6 +1,8 @@
 // Block operations (cpu_block.h) without SIMD: what the vector versions must equal, and what other architectures run.
 #pragma once
 
+#include <cstddef>
+
 #include "cpu_block.h"
 
 namespace zipccl {
@@ -24,24 +26,40 @@ struct Scalar {
         return all;
     }
 
-    static ZIPCCL_INLINE uint32_t code_of(uint32_t exponent, uint32_t lo, uint32_t mode) {
-        if (mode == kZeroMode && exponent == 0) return kZeroCode;
-        const uint32_t distance = exponent - lo;  // wraps below the window
-        return distance <= 7 - mode ? distance : 0;
+    // Calls f(element) for the zeros of `codes` in scan order.
+    template <class F>
+    static ZIPCCL_INLINE void for_each_zero(const uint8_t* codes, const F& f) {
+        uint64_t zeros[kBlockLanes / 2];  // a bit for each element of two lanes, in scan order
+        for (int lane = 0; lane < kBlockLanes; ++lane) {
+            uint64_t bits = 0;
+            for (int j = 0; j < 4; ++j) {
+                const uint64_t eight = load<uint64_t>(codes + element_at(lane, 0, 4 * j));
+                const uint64_t flags = ~(eight + 0x7F7F7F7F7F7F7F7F) >> 7 & 0x0101010101010101;
+                // Flag 2 w + half -> bit 4 half + w: of the 64 products of two bits no two fall on one place.
+                const uint64_t pairs = flags * 0x0110022004400880 >> 56;
+                bits |= (pairs & 15) << 4 * j | pairs >> 4 << (16 + 4 * j);
+            }
+            zeros[lane / 2] = lane % 2 ? zeros[lane / 2] | bits << 32 : bits;
+        }
+        for (int i = 0; i < kBlockLanes / 2; ++i)
+            for (uint64_t left = zeros[i]; left != 0; left &= left - 1) {
+                const int place = __builtin_ctzll(left);
+                f(element_at(2 * i + place / 32, place / 16 % 2, place % 16));
+            }
     }
 
     static uint32_t encode_codes(const uint8_t* exponents, uint32_t lo, uint32_t mode, uint8_t* packed,
                                  uint8_t* escapes) {
         uint8_t codes[kBlockElems];
         uint32_t count = 0;
-        for (int e = 0; e < kBlockElems; ++e) codes[e] = static_cast<uint8_t>(code_of(exponents[e], lo, mode));
-        for (int lane = 0; lane < kBlockLanes; ++lane)
-            for (int half = 0; half < 2; ++half)
-                for (int pair = 0; pair < 16; ++pair) {
-                    const int e = element_at(lane, half, pair);
-                    escapes[count] = exponents[e];
-                    count += codes[e] == 0;
-                }
+        const uint8_t base = static_cast<uint8_t>(lo), width = static_cast<uint8_t>(7 - mode);
+        const uint8_t zero_code = mode == kZeroMode ? kZeroCode : 0;
+        for (int e = 0; e < kBlockElems; ++e) {  // bytes and masks only: compilers vectorise that everywhere
+            const uint8_t distance = static_cast<uint8_t>(exponents[e] - base);  // wraps below the window
+            const uint8_t inside = distance <= width ? 255 : 0, zero = exponents[e] == 0 ? 255 : 0;
+            codes[e] = static_cast<uint8_t>((distance & inside) | (zero_code & zero));
+        }
+        for_each_zero(codes, [&](int e) { escapes[count++] = exponents[e]; });
         pack(codes, packed);
         return count;
     }
@@ -51,16 +69,12 @@ struct Scalar {
         uint8_t codes[kBlockElems];
         unpack(packed, codes);
         uint32_t count = 0;
-        for (int lane = 0; lane < kBlockLanes; ++lane)
-            for (int half = 0; half < 2; ++half)
-                for (int pair = 0; pair < 16; ++pair) {
-                    const int e = element_at(lane, half, pair);
-                    const uint32_t code = codes[e];
-                    if (code == 0)
-                        exponents[e] = escapes[count++];
-                    else
-                        exponents[e] = static_cast<uint8_t>(mode == kZeroMode && code == kZeroCode ? 0 : lo + code);
-                }
+        const uint8_t base = static_cast<uint8_t>(lo), zero_code = mode == kZeroMode ? kZeroCode : 255;
+        for (int e = 0; e < kBlockElems; ++e) {
+            const uint8_t other = codes[e] == zero_code ? 0 : 255;
+            exponents[e] = static_cast<uint8_t>((base + codes[e]) & other);
+        }
+        for_each_zero(codes, [&](int e) { exponents[e] = escapes[count++]; });
         return count;
     }
 
@@ -108,6 +122,8 @@ struct Scalar {
     static void round(const float* sum, uint8_t* out) {
         round_block<D>(sum, out);
     }
+
+    static constexpr std::nullptr_t copy_uncached = nullptr, drain = nullptr;
 };
 
 }  // namespace zipccl

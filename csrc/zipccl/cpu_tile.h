@@ -3,12 +3,13 @@
 
 #include <algorithm>
 #include <memory>
+#include <new>
 
 #include "cpu_level2.h"
 
 namespace zipccl {
 
-enum { kMaxTileBlocks = 32, kMaxBlockBytes = 4 * kBlockElems };
+enum { kMaxTileBlocks = 32, kMaxBytePlanes = 3, kMaxBlockBytes = 4 * kBlockElems };
 
 // What is wrong with a frame, in the order in which readers look. ds_zipccl/kernels/frame_errors.py has the words.
 enum FailureKind : int64_t {
@@ -54,17 +55,29 @@ struct Tile {
     }
 };
 
-// A thread's room for the escapes of a tile and for what a block operation may touch behind them; taken at first use.
-class EscapeBuffer {
+// A thread's room for a tile's sections up to the codes, with more escapes than slots and what a block operation may
+// touch behind them; taken at first use.
+class TileBuffer {
   public:
     uint8_t* get() {
-        if (!bytes_) bytes_.reset(new uint8_t[(kMaxTileBlocks + 1) * kStreamBytes + kEscapeSlack]);
+        if (!bytes_) bytes_.reset(new (std::align_val_t{64}) uint8_t[kBytes]);
         return bytes_.get();
     }
 
   private:
-    std::unique_ptr<uint8_t[]> bytes_;
+    enum {
+        kBytes = kTileHeaderBytes + kBlockHeaderBytes * kMaxTileBlocks + (kMaxTileBlocks + 1) * kStreamBytes + kEscapeSlack
+    };
+    struct Delete {
+        void operator()(uint8_t* bytes) const { ::operator delete[](bytes, std::align_val_t{64}); }
+    };
+    std::unique_ptr<uint8_t[], Delete> bytes_;
 };
+
+// Asks for bytes that are needed soon; past the end of the memory, too: that does nothing.
+ZIPCCL_INLINE void fetch_ahead(const uint8_t* from, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at);
+}
 
 // Section 5, for a block of which `num_present` elements exist.
 inline uint32_t window_base(const Statistics& s, int64_t num_present, int64_t given_lo, int64_t top, uint32_t* mode) {
@@ -79,12 +92,12 @@ inline uint32_t window_base(const Statistics& s, int64_t num_present, int64_t gi
 
 // A block that is ready for encode_codes.
 struct PreparedBlock {
-    alignas(64) uint8_t exponents[kBlockElems], extra[kBlockElems];
+    alignas(64) uint8_t exponents[kBlockElems], extra[kBlockElems], planes[kMaxBytePlanes * kBlockElems];
     uint32_t lo, mode;
 };
 
-// Splits block `b` of a tile of the row `x` and chooses its window; its byte planes go to the tile at `base`.
-inline void prepare_block(const Tile& tile, const BlockOps& ops, const uint8_t* x, int b, uint8_t* base,
+// Splits block `b` of a tile of the row `x`, its byte planes to `planes`, and chooses its window.
+inline void prepare_block(const Tile& tile, const BlockOps& ops, const uint8_t* x, int b, uint8_t* planes,
                           PreparedBlock& block) {
     alignas(64) uint8_t padded[kMaxBlockBytes];
     const uint8_t* in = x + tile.first_elem() * tile.g->itemsize + b * tile.block_bytes();
@@ -94,10 +107,8 @@ inline void prepare_block(const Tile& tile, const BlockOps& ops, const uint8_t* 
         std::memcpy(padded, in, present * tile.g->itemsize);
         in = padded;
     }
-    if (ops.fetch_blocks_ahead)  // past the input's end, too: that does nothing
-        for (int64_t at = 0; at < tile.block_bytes(); at += 64)
-            __builtin_prefetch(in + ops.fetch_blocks_ahead * tile.block_bytes() + at);
-    ops.split(in, block.exponents, base + tile.planes() + b * tile.block_planes(), block.extra);
+    if (ops.fetch_blocks_ahead) fetch_ahead(in + ops.fetch_blocks_ahead * tile.block_bytes(), tile.block_bytes());
+    ops.split(in, block.exponents, planes, block.extra);
     const Statistics statistics = ops.statistics(block.exponents);
     block.lo = tile.level2() ? window_base2(statistics, present, &block.mode)
                              : window_base(statistics, present, tile.g->window_lo, tile.top_lo(), &block.mode);
@@ -105,28 +116,44 @@ inline void prepare_block(const Tile& tile, const BlockOps& ops, const uint8_t* 
         block.exponents[e] = static_cast<uint8_t>(block.lo + (tile.level2() ? 3 : 1));
 }
 
-// Encodes one tile from the row `x` but for its spill offset. Returns the number of escapes, whose bytes are in
-// `escapes`.
-inline uint32_t encode_tile(const Tile& tile, const BlockOps& ops, const uint8_t* x, uint8_t* frame, uint8_t* escapes) {
-    uint8_t* base = frame + tile.offset();
+// Encodes one tile from the row `x` but for its spill offset; with `uncached` past the caches, to be drained. Returns the
+// number of escapes; `buffer` holds the tile's header, block headers and all escapes, one behind the other.
+inline uint32_t encode_tile(const Tile& tile, const BlockOps& ops, const uint8_t* x, uint8_t* frame, uint8_t* buffer,
+                            bool uncached) {
+    uint8_t* const base = frame + tile.offset();
     PreparedBlock blocks[2];
-    prepare_block(tile, ops, x, 0, base, blocks[0]);
+    const auto prepare = [&](int b) {
+        PreparedBlock& block = blocks[b % 2];
+        prepare_block(tile, ops, x, b, uncached ? block.planes : base + tile.planes() + b * tile.block_planes(), block);
+    };
+    prepare(0);
     uint32_t count = 0;
     for (int b = 0; b < tile.num_blocks(); ++b) {
         // The next block's statistics wait for their last sums while this block's codes keep the units busy.
-        if (b + 1 < tile.num_blocks()) prepare_block(tile, ops, x, b + 1, base, blocks[(b + 1) % 2]);
+        if (b + 1 < tile.num_blocks()) prepare(b + 1);
         const PreparedBlock& block = blocks[b % 2];
-        const uint32_t escaped = ops.encode_codes(block.exponents, block.lo, block.mode,
-                                                  base + tile.codes() + b * tile.code_bytes(), escapes + count);
-        if (tile.g->extra_plane) ops.pack(block.extra, base + tile.extra() + b * kCodeBytes);
-        store<uint32_t>(base + kTileHeaderBytes + kBlockHeaderBytes * b, block.lo | block.mode << 8 | escaped << 16);
+        alignas(64) uint8_t packed[2 * kCodeBytes];
+        uint8_t* const codes = base + tile.codes() + b * tile.code_bytes();
+        uint8_t* const extra = base + tile.extra() + b * kCodeBytes;
+        const uint32_t escaped = ops.encode_codes(block.exponents, block.lo, block.mode, uncached ? packed : codes,
+                                                  buffer + tile.escapes() + count);
+        if (tile.g->extra_plane) ops.pack(block.extra, uncached ? packed + kCodeBytes : extra);
+        if (uncached) {
+            ops.copy_uncached(packed, codes, tile.code_bytes());
+            if (tile.g->extra_plane) ops.copy_uncached(packed + kCodeBytes, extra, kCodeBytes);
+            ops.copy_uncached(block.planes, base + tile.planes() + b * tile.block_planes(), tile.block_planes());
+        }
+        store<uint32_t>(buffer + kTileHeaderBytes + kBlockHeaderBytes * b, block.lo | block.mode << 8 | escaped << 16);
         count += escaped;
     }
-    const uint32_t in_slots = std::min(count, tile.escapes_capacity());
-    std::memcpy(base + tile.escapes(), escapes, in_slots);
-    std::memset(base + tile.escapes() + in_slots, 0, tile.escapes_capacity() - in_slots);
-    std::memset(base, 0, kTileHeaderBytes);
-    store<uint32_t>(base, count);
+    std::memset(buffer, 0, kTileHeaderBytes);
+    store<uint32_t>(buffer, count);
+    if (count < tile.escapes_capacity())
+        std::memset(buffer + tile.escapes() + count, 0, tile.escapes_capacity() - count);
+    if (uncached)
+        ops.copy_uncached(buffer, base, tile.codes());
+    else
+        std::memcpy(base, buffer, tile.codes());
     return count;
 }
 
@@ -135,7 +162,7 @@ class TileReader {
   public:
     // Checks all that can be told before the codes are read. `buffer` is used when a part of the escapes lies in the
     // sub-pool.
-    FailureKind open(const Tile& tile, const BlockOps& ops, const uint8_t* frame, EscapeBuffer& buffer) {
+    FailureKind open(const Tile& tile, const BlockOps& ops, const uint8_t* frame, TileBuffer& buffer) {
         ops_ = &ops;
         tile_ = tile;
         base_ = frame + tile.offset();
@@ -162,10 +189,15 @@ class TileReader {
         return kSound;
     }
 
-    // Decodes block `b` (blocks in order) to all kBlockElems elements of `x`.
-    FailureKind read(int b, uint8_t* x) {
-        alignas(64) uint8_t exponents[kBlockElems], extra[kBlockElems];
+    // Decodes block `b` (blocks in order) to all kBlockElems elements of `x`, with `uncached` past the caches.
+    FailureKind read(int b, uint8_t* x, bool uncached) {
+        alignas(64) uint8_t exponents[kBlockElems], extra[kBlockElems], whole[kMaxBlockBytes];
         const uint32_t head = block_head(b);
+        if (ops_->fetch_blocks_ahead) {
+            fetch(tile_.codes(), tile_.code_bytes(), b + ops_->fetch_blocks_ahead);
+            if (tile_.g->extra_plane) fetch(tile_.extra(), kCodeBytes, b + ops_->fetch_blocks_ahead);
+            fetch(tile_.planes(), tile_.block_planes(), b + ops_->fetch_blocks_ahead);
+        }
         const uint8_t* escapes = escapes_;
         uint8_t stream[kStreamBytes + kEscapeSlack];
         if (tile_.level2()) {
@@ -178,7 +210,8 @@ class TileReader {
         if (count != head >> 16) return diagnose();
         escapes_ += count;
         if (tile_.g->extra_plane) ops_->unpack(base_ + tile_.extra() + b * kCodeBytes, extra);
-        ops_->join(exponents, base_ + tile_.planes() + b * tile_.block_planes(), extra, x);
+        ops_->join(exponents, base_ + tile_.planes() + b * tile_.block_planes(), extra, uncached ? whole : x);
+        if (uncached) ops_->copy_uncached(whole, x, tile_.block_bytes());
         return kSound;
     }
 
@@ -192,6 +225,10 @@ class TileReader {
     // Level 2: streams, and so spills, are whole words.
     bool within_word() const { return tile_.level2() && spill_end() % 4 != 0; }
 
+    // A section of block `b`; past the tile's last block that is the next section, or the next tile.
+    void fetch(int64_t section, int64_t block_bytes, int b) const {
+        fetch_ahead(base_ + section + b * block_bytes, block_bytes);
+    }
     uint32_t block_head(int b) const { return load<uint32_t>(base_ + kTileHeaderBytes + kBlockHeaderBytes * b); }
 
     // The first reason, in the reference's order, why this tile is corrupt.

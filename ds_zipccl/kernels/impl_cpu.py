@@ -1,8 +1,8 @@
 """The CPU kernels: C++ (csrc/zipccl/cpu_codec.cpp) behind a plain C interface, called through ctypes, without the GIL.
 
-A call uses up to ``torch.get_num_threads()`` threads of its own; they end with the call. The instruction set is chosen
-when the kernels are loaded, the best one the machine has; ``ZIPCCL_CPU_ISA=scalar|avx2|avx512`` takes another one (all
-give the same bytes).
+A call uses up to ``torch.get_num_threads()`` threads: the OpenMP threads that torch itself uses, or, where it has none and in
+a forked process, threads that end with the call. The instruction set is chosen when the kernels are loaded, the best one
+the machine has; ``ZIPCCL_CPU_ISA=scalar|avx2|avx512`` takes another one (all give the same bytes).
 """
 import ctypes
 import functools
@@ -17,9 +17,9 @@ from zipscape.errors import BuildError, describe
 
 _I32, _I64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 _SIGNATURES = {
-    "zipccl_cpu_encode": (_PTR, ctypes.c_char_p, _PTR, _I64, _PTR, _I64, _I64, _I64, _PTR, _I32, _I32),
-    "zipccl_cpu_decode": (_PTR, ctypes.c_char_p, _PTR, _I64, _PTR, _I64, _I64, _I64, _PTR, _I32, _I32),
-    "zipccl_cpu_decode_reduce": (_PTR, ctypes.c_char_p, _PTR, _I64, _PTR, _I64, _PTR, _I64, _PTR, _I32, _I32),
+    "zipccl_cpu_encode": (_PTR, ctypes.c_char_p, _PTR, _I64, _PTR, _I64, _I64, _I64, _PTR, _I32, _I32, _I64),
+    "zipccl_cpu_decode": (_PTR, ctypes.c_char_p, _PTR, _I64, _PTR, _I64, _I64, _I64, _PTR, _I32, _I32, _I64),
+    "zipccl_cpu_decode_reduce": (_PTR, ctypes.c_char_p, _PTR, _I64, _PTR, _I64, _PTR, _I64, _PTR, _I32, _I32, _I64),
 }
 ISAS = ("scalar", "avx2", "avx512")          # in the order of the library's numbers
 ISA_VARIABLE = "ZIPCCL_CPU_ISA"
@@ -33,11 +33,13 @@ def _c_geometry(g: Geometry) -> ctypes.Array:
 class CpuKernels:
     """The three functions of kernels/ops.py on host tensors, from a loaded library and with one instruction set.
 
-    ``isa``: its name; None takes the best one. Raises BuildError when the machine does not have it.
+    ``isa``: its name; None takes the best one. ``uncached_from``: a call that touches more bytes writes past the caches; -1: the default,
+    16 MiB. Raises BuildError when the machine does not have the instruction set.
     """
     levels = (1, 2)
 
-    def __init__(self, library: ctypes.CDLL, isa: str | None = None):
+    def __init__(self, library: ctypes.CDLL, isa: str | None = None, uncached_from: int = -1):
+        self._uncached_from = uncached_from
         self._functions = {}
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
@@ -72,7 +74,7 @@ class CpuKernels:
 
     def _call(self, name: str, g: Geometry, *arguments) -> int:
         result = self._functions[name](_c_geometry(g), g.header, *arguments, torch.get_num_threads(),
-                                       ISAS.index(self.isa))
+                                       ISAS.index(self.isa), self._uncached_from)
         if result == -1:
             raise MemoryError(describe(f"{name} could not allocate its working memory"))
         if result < 0:

@@ -36,7 +36,8 @@ def kernels() -> list[impl_cpu.CpuKernels]:
     if not ZIPCCL_CPU.available()[0]:
         pytest.skip(f"no C++ compiler: {ZIPCCL_CPU.available()[1]}")
     library = ZIPCCL_CPU.load()
-    return [impl_cpu.CpuKernels(library, isa) for n, isa in enumerate(impl_cpu.ISAS) if library.zipccl_cpu_supports(n)]
+    usable = [isa for n, isa in enumerate(impl_cpu.ISAS) if library.zipccl_cpu_supports(n)]
+    return [impl_cpu.CpuKernels(library, isa, uncached_from) for isa in usable for uncached_from in (0, 1 << 62)]
 
 
 @pytest.fixture(autouse=True)

@@ -218,6 +218,13 @@ struct EncodeLevel2 {
 
     __device__ __forceinline__ void place(u32 before, u32) { first = before / 4; }
 
+    // The pair whose first block is `b` again, where a warp has several; `head`: the header of the lane's block.
+    __device__ __forceinline__ void find(const u8* shared, u32 b, u32 head, u32 before) {
+        streams = (const u32*)(shared + kWarps * 2 * kBlockElems + b * kStreamBytes);
+        counts[0] = (__shfl_sync(kAllLanes, head, b) >> 16) / 4, counts[1] = (__shfl_sync(kAllLanes, head, b + 1) >> 16) / 4;
+        place(before, 0);
+    }
+
     // Word `i` of the pair's two streams.
     __device__ __forceinline__ u32 word(u32 i) const { return streams[i < counts[0] ? i : i - counts[0] + kStreamBytes / 4]; }
 
@@ -253,31 +260,32 @@ __device__ __forceinline__ void encode_tile(const Call& c) {
     const Tile t = find_tile(c.g, tile_index);
     u8* tile = frame + t.offset;
     const u32 tile_elems = present_elems(c.g, tile_index);
-    L pairs[kPairs];
-    u32 totals[kPairs], before[kPairs];
-#pragma unroll
+    L pair;
+    u32 totals = 0;
+#pragma unroll 1
     for (u32 i = 0; i < kPairs; i++) {
         const u32 b = 2 * (warp + i * L::kWarps), elems = tile_elems - min(tile_elems, b * kBlockElems);
         u32 my_heads[2] = {0, 0};
-        totals[i] = pairs[i].encode(c, tile, t, tile_index, b, elems, shared, my_heads);
-        if (lane < 2) heads[b + lane] = lane ? my_heads[1] | (totals[i] & 0xffff0000u) : my_heads[0] | totals[i] << 16;
+        totals = pair.encode(c, tile, t, tile_index, b, elems, shared, my_heads);
+        if (lane < 2) heads[b + lane] = lane ? my_heads[1] | (totals & 0xffff0000u) : my_heads[0] | totals << 16;
     }
     __syncthreads();
 
     const u32 head = heads[lane], total = __reduce_add_sync(kAllLanes, head >> 16);
-#pragma unroll
-    for (u32 i = 0; i < kPairs; i++)
-        before[i] = __reduce_add_sync(kAllLanes, lane < 2 * (warp + i * L::kWarps) ? head >> 16 : 0);
+    // What earlier blocks of the tile put into the slots before pair `i`'s.
+    const auto before = [&](u32 i) { return __reduce_add_sync(kAllLanes, lane < 2 * (warp + i * L::kWarps) ? head >> 16 : 0); };
+    if constexpr (kPairs == 1) pair.place(before(0), totals);
     const Workspace ws = find_workspace(c, blockIdx.y);
     if (threadIdx.x == 0) send(ws.tiles + tile_index, tag, total);
     const u32 capacity = t.escapes_capacity;
-#pragma unroll
-    for (u32 i = 0; i < kPairs; i++) pairs[i].place(before[i], totals[i]);
     u8* slots = tile + t.escapes_offset;
     u32 spill_offset = 0;
     if (total <= capacity) {
-#pragma unroll
-        for (u32 i = 0; i < kPairs; i++) pairs[i].store(slots);
+#pragma unroll 1
+        for (u32 i = 0; i < kPairs; i++) {
+            if constexpr (kPairs > 1) pair.find(shared, 2 * (warp + i * L::kWarps), head, before(i));
+            pair.store(slots);
+        }
 #pragma unroll 1
         for (u32 i = total + threadIdx.x; i < capacity; i += L::kWarps * kWarp) slots[i] = 0;
     } else {
@@ -286,8 +294,11 @@ __device__ __forceinline__ void encode_tile(const Call& c) {
         u8* pool = 0;                                      // where the spill goes, if it fits
         if ((u64)spill_offset + (total - capacity) <= pool_size(c.g, group))
             pool = frame + c.g.pools_offset + group * c.g.pool_bytes + spill_offset;
-#pragma unroll
-        for (u32 i = 0; i < kPairs; i++) pairs[i].spill(slots, capacity, pool);
+#pragma unroll 1
+        for (u32 i = 0; i < kPairs; i++) {
+            if constexpr (kPairs > 1) pair.find(shared, 2 * (warp + i * L::kWarps), head, before(i));
+            pair.spill(slots, capacity, pool);
+        }
     }
     if (warp == 0 && lane < t.num_blocks) ((u32*)(tile + kTileHeaderBytes))[lane] = head;
     if (warp == 0 && lane < 4) ((u32*)tile)[lane] = lane == 0 ? total : lane == 1 ? spill_offset : 0;

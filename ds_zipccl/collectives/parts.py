@@ -48,7 +48,7 @@ def can_fit(spec: CollectiveSpec, call: Call, config: ZipcclConfig) -> bool:
 def cut(spec: CollectiveSpec, call: Call, config: ZipcclConfig) -> list[Call]:
     """The parts of a call whose tensors are dense; a call that stays whole is its only part."""
     part = _part_numel(spec, call, config) if spec.cut is not None else spec.row_numel(call)
-    return [call] if part >= spec.row_numel(call) else spec.cut(call, part)
+    return spec.cut(call, part) if 0 < part < spec.row_numel(call) else [call]
 
 
 def ranges(numel: int, count: int) -> list[tuple[int, int]]:

@@ -144,7 +144,7 @@ def parts_of(live, call):
 def case_gathers_in_parts(rank, world):
     """Above the workspace's bound, which one call's frames would exceed: in place and not, tensor and list, some parts overflow."""
     numel = 9 * TILE + 77
-    with runtime(max_workspace_bytes=1 << 20) as live:
+    with runtime(max_workspace_bytes=world << 19) as live:
         for turn, make in enumerate(MAKERS):
             data = make(numel, seed=rank + turn)
             data[:TILE] = gaussian(TILE, seed=rank)                 # the first part never overflows
@@ -167,12 +167,12 @@ def case_gathers_in_parts(rank, world):
         assert rows[AG]["calls_zipped"] + rows[AG]["calls_native"] == 6 and rows[AG]["calls_zipped"] >= 4, rows[AG]
         assert rows[AG]["raw_bytes"] == 6 * 2 * numel * (world - 1) and rows[AG]["overflows"] > 0
         assert rows["all_gather"]["calls_zipped"] + rows["all_gather"]["calls_native"] == 3
-        assert live.workspace.held_bytes <= 1 << 20
+        assert live.workspace.held_bytes <= world << 19
 
 
 def case_reductions_in_parts(rank, world):
     numel = 9 * TILE + 77
-    with runtime(max_workspace_bytes=1 << 20) as live:
+    with runtime(max_workspace_bytes=world << 19) as live:
         for turn, make in enumerate((gaussian, random_bits, specials)):
             data = make(world * numel, seed=rank + 5 * turn)
             expected = expected_sum(data.split(numel), rank, world)
@@ -187,7 +187,7 @@ def case_reductions_in_parts(rank, world):
                 assert_same_bits(out, native_reduce_scatter(data, world), "native")
         rows = live.stats.snapshot()
         assert rows[RS]["calls_zipped"] + rows[RS]["calls_native"] == 3 and rows[RS]["calls_zipped"] > 0, rows
-    with runtime(max_workspace_bytes=1 << 20) as live:
+    with runtime(max_workspace_bytes=world << 19) as live:
         for sizes in ([numel] + [0] * (world - 1), [numel - r * TILE for r in range(world)], [5] * (world - 1) + [numel]):
             data = gaussian(sum(sizes), seed=rank)
             expected = expected_sum(data.split(sizes), rank, world)
@@ -201,7 +201,7 @@ def case_reductions_in_parts(rank, world):
 def case_parts_in_flight(rank, world):
     """Handles waited for in reverse, one dropped, other calls between; what does not fit in parts goes native."""
     numel = 6 * TILE
-    with runtime(max_workspace_bytes=1 << 20) as live:
+    with runtime(max_workspace_bytes=world << 19) as live:
         outs, works, wanted = [], [], []
         for i in range(4):
             data = gaussian(numel if i % 2 else 5000, seed=10 * i + rank)

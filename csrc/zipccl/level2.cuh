@@ -189,6 +189,7 @@ __device__ __forceinline__ u32 write_stream(const Fields& f, Window w, const u8*
             __syncwarp();
             if (v == 0) ((u8*)out)[end + __popc(raws & ((1u << lane_id()) - 1))] = (u8)e;
             end += __popc(raws);
+            __syncwarp();              // the next nibbles may share a word with them
         }
     }
     const u32 whole = (end + 3) / 4 * 4;

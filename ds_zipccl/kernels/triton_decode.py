@@ -329,7 +329,8 @@ def decode_reduce(frames, own, out, errors_at, frame_stride: tl.int64, own_index
         source = tl.multiple_of(own + t.to(tl.int64) * TILE_ELEMS, 16)
         target = tl.multiple_of(out + t.to(tl.int64) * TILE_ELEMS, 16)
         tile_0 = tl.multiple_of(frames + (tiles_offset + t.to(tl.int64) * tile_bytes), 16)
-        zero = tl.full((L,), -0.0, tl.float32)                   # -0 + x is x, for every x
+        # -0 + x is x, for every x. By its bits: tl.full takes -0.0 for 0 and fills with +0.
+        zero = tl.full((L,), 0x80000000, tl.uint32).to(tl.float32, bitcast=True)
         zeros = (zero, zero, zero, zero, zero, zero, zero, zero)
         sums = (zeros, zeros, zeros, zeros)
         # A row's words are loaded while the row before it is decoded.

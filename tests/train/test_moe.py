@@ -10,3 +10,23 @@ TWO_RANKS = case_names(MODULE)
 @pytest.mark.parametrize("case", TWO_RANKS)
 def test_two_ranks(case):
     assert_ok(MODULE, TWO_RANKS, 2, case)
+
+
+GRID = "tests.train.moe_grid_cases"
+FOUR_RANKS = ("case_expert_gradients_are_those_of_one_process", "case_grids_equal_native")
+
+
+@pytest.mark.parametrize("case", FOUR_RANKS)
+def test_four_ranks(case):
+    assert_ok(GRID, FOUR_RANKS, 4, case)
+
+
+@pytest.mark.parametrize("case", ["case_beside_tensor_parallelism", "case_experts_in_tensor_parallel_parts"])
+def test_beside_tensor_parallelism(case):
+    """In processes of their own: DeepSpeed keeps the groups."""
+    assert_ok(GRID, (case,), 4, case)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_uneven_splits(world_size):
+    assert_ok(GRID, ("case_uneven_splits",), world_size, "case_uneven_splits")

@@ -57,19 +57,12 @@ const BlockOps* choose(const ZipcclGeometry* g, int32_t isa) {
     }
 }
 
-// Calls that read and write more than this find little of it in the caches and leave little there: about half of what the
-// cores of a complex share on present servers. (What sysconf calls the last level is a whole socket's on some.)
+// Encoders that read and write more than this find little of it in the caches and leave little there: about half of what
+// the cores of a complex share on present servers. (What sysconf calls the last level is a whole socket's on some.)
+// Decoders gain nothing by it: they write more than they read, and such stores come out slower than the reads they save.
 enum { kCachedBytes = 16 << 20 };
 
 enum { kOutOfMemory = -1, kWrongGeometry = -2 };
-
-Rows make_rows(const ZipcclGeometry* g, const uint8_t* header, int64_t num_rows, int64_t skip, int32_t num_threads,
-               int32_t isa, int64_t uncached_from, bool sum) {
-    const int64_t bytes = num_rows * g->frame_bytes + (sum ? 1 : num_rows) * g->numel * g->itemsize;
-    const BlockOps* ops = choose(g, isa);
-    const bool uncached = ops && ops->copy_uncached && bytes > (uncached_from < 0 ? kCachedBytes : uncached_from);
-    return {g, ops, header, num_rows, skip, num_threads, uncached};
-}
 
 int64_t report(const Failure& first, int64_t* failure) {
     failure[0] = first.row;
@@ -83,7 +76,7 @@ int64_t report(const Failure& first, int64_t* failure) {
 // All return 0, or a negative number: -1 out of memory, -2 a geometry or instruction set these kernels do not
 // know or the machine does not have. The decoders return a positive
 // FailureKind for a corrupt frame and put its row, tile and (spill) end in failure[0..2]; their output is then
-// unspecified. A call that touches more than `uncached_from` bytes writes past the caches; negative: where that pays.
+// unspecified. The encoder writes past the caches if it touches more than `uncached_from` bytes; negative: where that pays.
 extern "C" {
 
 // Whether this machine runs instruction set `isa`: 0 scalar, 1 AVX2, 2 AVX-512.
@@ -93,9 +86,11 @@ int32_t zipccl_cpu_supports(int32_t isa) {
 
 int64_t zipccl_cpu_encode(const ZipcclGeometry* g, const uint8_t* header, const uint8_t* x, int64_t x_stride,
                           uint8_t* frames, int64_t frame_stride, int64_t num_rows, int64_t skip, int32_t* status,
-                          int32_t num_threads, int32_t isa, int64_t uncached_from) try {
-    const Rows rows = make_rows(g, header, num_rows, skip, num_threads, isa, uncached_from, false);
+                          int64_t uncached_from, int32_t num_threads, int32_t isa) try {
+    Rows rows{g, choose(g, isa), header, num_rows, skip, num_threads};
     if (!rows.ops) return kWrongGeometry;
+    const int64_t bytes = num_rows * (rows.row_bytes() + g->frame_bytes);
+    rows.uncached = rows.ops->copy_uncached && bytes > (uncached_from < 0 ? kCachedBytes : uncached_from);
     *status = static_cast<int32_t>(encode_rows(rows, x, x_stride, frames, frame_stride));
     return 0;
 } catch (const std::bad_alloc&) {
@@ -104,8 +99,8 @@ int64_t zipccl_cpu_encode(const ZipcclGeometry* g, const uint8_t* header, const 
 
 int64_t zipccl_cpu_decode(const ZipcclGeometry* g, const uint8_t* header, const uint8_t* frames, int64_t frame_stride,
                           uint8_t* out, int64_t out_stride, int64_t num_rows, int64_t skip, int64_t* failure,
-                          int32_t num_threads, int32_t isa, int64_t uncached_from) try {
-    const Rows rows = make_rows(g, header, num_rows, skip, num_threads, isa, uncached_from, false);
+                          int32_t num_threads, int32_t isa) try {
+    const Rows rows{g, choose(g, isa), header, num_rows, skip, num_threads};
     if (!rows.ops) return kWrongGeometry;
     return report(decode_rows(rows, frames, frame_stride, out, out_stride), failure);
 } catch (const std::bad_alloc&) {
@@ -114,8 +109,8 @@ int64_t zipccl_cpu_decode(const ZipcclGeometry* g, const uint8_t* header, const 
 
 int64_t zipccl_cpu_decode_reduce(const ZipcclGeometry* g, const uint8_t* header, const uint8_t* frames,
                                  int64_t frame_stride, const uint8_t* own, int64_t own_index, uint8_t* out,
-                                 int64_t num_rows, int64_t* failure, int32_t num_threads, int32_t isa, int64_t uncached_from) try {
-    const Rows rows = make_rows(g, header, num_rows, own_index, num_threads, isa, uncached_from, true);
+                                 int64_t num_rows, int64_t* failure, int32_t num_threads, int32_t isa) try {
+    const Rows rows{g, choose(g, isa), header, num_rows, own_index, num_threads};
     if (!rows.ops) return kWrongGeometry;
     return report(decode_reduce_rows(rows, frames, frame_stride, own, out), failure);
 } catch (const std::bad_alloc&) {

@@ -16,7 +16,7 @@ struct Rows {
     int64_t num_rows;
     int64_t skip;
     int64_t num_threads;
-    bool uncached;  // outputs go past the caches, which cannot hold them
+    bool uncached = false;  // frames are written past the caches
 
     // A chunk, the unit of work of a thread, is some tiles of one group: enough chunks to share out, few enough to
     // manage.
@@ -197,12 +197,11 @@ inline Failure decode_rows(const Rows& rows, const uint8_t* frames, int64_t fram
             for (int b = 0; b < tile.num_blocks() && kind == kSound; ++b, x += tile.block_bytes()) {
                 const int64_t present = tile.block_elems(b);
                 alignas(64) uint8_t padded[kMaxBlockBytes];
-                kind = present < kBlockElems ? reader.read(b, padded, false) : reader.read(b, x, rows.uncached);
+                kind = reader.read(b, present < kBlockElems ? padded : x);
                 if (present < kBlockElems && kind == kSound) std::memcpy(x, padded, present * rows.g->itemsize);
             }
             if (kind != kSound) failure.add(kind, row, tile, static_cast<int64_t>(reader.spill_end()));
         }
-        if (rows.uncached) rows.ops->drain();
     };
     parallel_for<TileBuffer>(num_sound * num_chunks, num_sound * rows.row_bytes(), rows.num_threads, work);
     if (failure.get().kind == kSound && num_sound < rows.num_rows) return Failure{kBadHeader, num_sound};
@@ -240,7 +239,7 @@ inline Failure decode_reduce_rows(const Rows& rows, const uint8_t* frames, int64
                 for (int64_t row = 0; row < rows.num_rows; ++row) {
                     const uint8_t* source = part;
                     if (row != rows.skip) {
-                        const FailureKind kind = readers[static_cast<size_t>(row)].tile.read(b, part, false);
+                        const FailureKind kind = readers[static_cast<size_t>(row)].tile.read(b, part);
                         if (kind != kSound) {
                             failure.add(kind, row, tile, 0);
                             sound = false;
@@ -255,15 +254,10 @@ inline Failure decode_reduce_rows(const Rows& rows, const uint8_t* frames, int64
                     rows.ops->accumulate(source, sum, row == 0);
                 }
                 if (!sound) break;
-                const bool direct = whole && !rows.uncached;
-                rows.ops->round(sum, direct ? out + offset : part);
-                if (!whole)
-                    std::memcpy(out + offset, part, present_bytes);
-                else if (!direct)
-                    rows.ops->copy_uncached(part, out + offset, present_bytes);
+                rows.ops->round(sum, whole ? out + offset : part);
+                if (!whole) std::memcpy(out + offset, part, present_bytes);
             }
         }
-        if (rows.uncached) rows.ops->drain();
     };
     parallel_for<std::vector<Reader>>(rows.num_chunks(), rows.num_rows * rows.row_bytes(), rows.num_threads, work);
     if (failure.get().kind == kSound && num_sound < rows.num_rows) return Failure{kBadHeader, num_sound};

@@ -189,9 +189,9 @@ class TileReader {
         return kSound;
     }
 
-    // Decodes block `b` (blocks in order) to all kBlockElems elements of `x`, with `uncached` past the caches.
-    FailureKind read(int b, uint8_t* x, bool uncached) {
-        alignas(64) uint8_t exponents[kBlockElems], extra[kBlockElems], whole[kMaxBlockBytes];
+    // Decodes block `b` (blocks in order) to all kBlockElems elements of `x`.
+    FailureKind read(int b, uint8_t* x) {
+        alignas(64) uint8_t exponents[kBlockElems], extra[kBlockElems];
         const uint32_t head = block_head(b);
         if (ops_->fetch_blocks_ahead) {
             fetch(tile_.codes(), tile_.code_bytes(), b + ops_->fetch_blocks_ahead);
@@ -210,8 +210,7 @@ class TileReader {
         if (count != head >> 16) return diagnose();
         escapes_ += count;
         if (tile_.g->extra_plane) ops_->unpack(base_ + tile_.extra() + b * kCodeBytes, extra);
-        ops_->join(exponents, base_ + tile_.planes() + b * tile_.block_planes(), extra, uncached ? whole : x);
-        if (uncached) ops_->copy_uncached(whole, x, tile_.block_bytes());
+        ops_->join(exponents, base_ + tile_.planes() + b * tile_.block_planes(), extra, x);
         return kSound;
     }
 

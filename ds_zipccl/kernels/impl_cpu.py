@@ -17,9 +17,9 @@ from zipscape.errors import BuildError, describe
 
 _I32, _I64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 _SIGNATURES = {
-    "zipccl_cpu_encode": (_PTR, ctypes.c_char_p, _PTR, _I64, _PTR, _I64, _I64, _I64, _PTR, _I32, _I32, _I64),
-    "zipccl_cpu_decode": (_PTR, ctypes.c_char_p, _PTR, _I64, _PTR, _I64, _I64, _I64, _PTR, _I32, _I32, _I64),
-    "zipccl_cpu_decode_reduce": (_PTR, ctypes.c_char_p, _PTR, _I64, _PTR, _I64, _PTR, _I64, _PTR, _I32, _I32, _I64),
+    "zipccl_cpu_encode": (_PTR, ctypes.c_char_p, _PTR, _I64, _PTR, _I64, _I64, _I64, _PTR, _I64, _I32, _I32),
+    "zipccl_cpu_decode": (_PTR, ctypes.c_char_p, _PTR, _I64, _PTR, _I64, _I64, _I64, _PTR, _I32, _I32),
+    "zipccl_cpu_decode_reduce": (_PTR, ctypes.c_char_p, _PTR, _I64, _PTR, _I64, _PTR, _I64, _PTR, _I32, _I32),
 }
 ISAS = ("scalar", "avx2", "avx512")          # in the order of the library's numbers
 ISA_VARIABLE = "ZIPCCL_CPU_ISA"
@@ -33,8 +33,8 @@ def _c_geometry(g: Geometry) -> ctypes.Array:
 class CpuKernels:
     """The three functions of kernels/ops.py on host tensors, from a loaded library and with one instruction set.
 
-    ``isa``: its name; None takes the best one. ``uncached_from``: a call that touches more bytes writes past the caches; -1: the default,
-    16 MiB. Raises BuildError when the machine does not have the instruction set.
+    ``isa``: its name; None takes the best one. ``uncached_from``: ``encode`` writes past the caches if it touches more bytes; -1: the
+    default, 16 MiB. Raises BuildError when the machine does not have the instruction set.
     """
     levels = (1, 2)
 
@@ -55,7 +55,7 @@ class CpuKernels:
     def encode(self, x: torch.Tensor, frames: torch.Tensor, status: torch.Tensor, g: Geometry, skip: int = -1) -> None:
         """See kernels/ops.py."""
         self._call("zipccl_cpu_encode", g, x.data_ptr(), x.stride(0) * g.itemsize, frames.data_ptr(), frames.stride(0),
-                   x.shape[0], skip, status.data_ptr())
+                   x.shape[0], skip, status.data_ptr(), self._uncached_from)
 
     def decode(self, frames: torch.Tensor, out: torch.Tensor, g: Geometry, skip: int = -1) -> None:
         """See kernels/ops.py. After a FrameError the contents of ``out`` are unspecified."""
@@ -74,7 +74,7 @@ class CpuKernels:
 
     def _call(self, name: str, g: Geometry, *arguments) -> int:
         result = self._functions[name](_c_geometry(g), g.header, *arguments, torch.get_num_threads(),
-                                       ISAS.index(self.isa), self._uncached_from)
+                                       ISAS.index(self.isa))
         if result == -1:
             raise MemoryError(describe(f"{name} could not allocate its working memory"))
         if result < 0:

@@ -78,8 +78,9 @@ def register_torch_backend(c10d):
 
 
 def keep_from_compiler(trace_rules):
-    """torch.compile must not trace into our calls: they carry pointers and wait for other ranks."""
-    trace_rules.add("ds_zipccl")
+    """torch.compile must not trace into our calls: they wait for other ranks. The codec and its operators it may see."""
+    for package in ("ds_zipccl.backend", "ds_zipccl.collectives"):
+        trace_rules.add(package)
 
 
 def _make_process_group(options, native_options):

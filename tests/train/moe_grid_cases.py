@@ -9,7 +9,8 @@ import torch.distributed as dist
 from deepspeed.module_inject.auto_ep_layer import _AllToAllV, compute_split_plan
 from torch import nn
 
-from tests.train.moe_helpers import DIM, EXCHANGE_ALONE, TOKENS, ZIPPED, Net, close, compare, expert, initialize, samples, settings
+from ds_zipccl.errors import CollectiveError
+from tests.train.moe_helpers import DIM, EXCHANGE_ALONE, TOKENS, ZIPPED, Net, close, compare, expert, initialize, samples, settings, train
 
 EXPERTS, STEPS = 4, 3
 LARGE = 1e6                             # learning rate after which a weight is its gradient, to the 8 bits of BF16
@@ -126,3 +127,27 @@ def case_uneven_splits(rank, world):
     row = compare(Uneven, 1, EXCHANGE_ALONE, inputs=lambda step: (samples(step), _routes(step, rank, world)), steps=6)
     reasons = row["native_reasons"]
     assert row["calls_zipped"] > 8 and reasons.pop("dtype") == 6 and row["calls_zipped"] + sum(reasons.values()) == 24, row
+
+
+def _train_with_capacities_that_differ(rank, zipccl):
+    """Without dropping, and with more tokens for one expert than the smaller batch has, DeepSpeed's layer exchanges other sizes on
+    every rank."""
+    train(lambda: Net(favourite=0, drop_tokens=False), 1, zipccl, inputs=lambda step: (samples(step, 1 if rank else 4),), steps=1)
+
+
+def case_capacities_that_differ_are_named(rank, world):
+    """C53: with ``integrity`` one error, the same on both ranks, ahead of the exchange."""
+    try:
+        _train_with_capacities_that_differ(rank, {**ZIPPED, "integrity": "checksum"})
+    except CollectiveError as error:
+        assert "rank 0 has 32768 elements for rank 1, which takes 8192" in str(error), error
+    else:
+        raise AssertionError("not seen")
+
+
+def case_capacities_that_differ_fail_natively(rank, world):
+    _train_with_capacities_that_differ(rank, None)
+
+
+def case_capacities_that_differ_fail_zipped(rank, world):
+    _train_with_capacities_that_differ(rank, ZIPPED)

@@ -11,9 +11,9 @@ from ds_zipccl.collectives.reduce_scatter import FIRST_SPILL, summable
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
 from ds_zipccl.collectives.transport import all_gather_bytes, all_to_all_bytes
 from ds_zipccl.collectives.views import flat
-from ds_zipccl.errors import CollectiveError, FrameError
+from ds_zipccl.errors import CollectiveError
 from ds_zipccl.kernels.rank_order import sum_in_order
-from zipscape.errors import describe
+from zipscape.errors import ZipScapeError, describe
 
 FAILED = -1                             # in place of a status word, whose sign bit is never set
 
@@ -73,14 +73,18 @@ class _Reduction:
             self._payload_work.wait()
             try:
                 self._codec.decode_reduce(self._received, self._parts[call.rank], call.rank, self._sums)
-            except FrameError as error:             # the others must hear of it, not wait for this rank's sums
+            except ZipScapeError as error:          # the others must hear of it, not wait for this rank's sums
                 failure = error
         launch.keep(self._parts, self._sums)
         launch.status = torch.full_like(launch.status, 0 if failure is None else FAILED)
         self._frames = launch.take_frames(self._sums_codec, call.world_size)
         own = self._frames[call.rank]
         if failure is None:
-            launch.encode(self._sums_codec, self._sums.view(1, -1), own.view(1, -1))
+            try:
+                launch.encode(self._sums_codec, self._sums.view(1, -1), own.view(1, -1))
+            except ZipScapeError as error:
+                failure = error
+                launch.status = torch.full_like(launch.status, FAILED)
         self._sums_work = launch.bulk.all_gather(self._frames.view(-1), own)
         words, work = everyones_words(call, launch)
         work.wait()

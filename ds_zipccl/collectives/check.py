@@ -3,6 +3,7 @@ otherwise hangs or gives wrong values is an error that names the ranks, the same
 import zlib
 
 import torch
+import torch.distributed as dist
 
 from ds_zipccl.collectives.all_to_all import numels
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, specs
@@ -16,8 +17,8 @@ _DTYPES = {zlib.crc32(str(dtype).encode()): dtype for dtype in vars(torch).value
 def check(spec: CollectiveSpec, call: Call, state) -> None:
     """All ranks of the group call this with their own ``call``. Raises CollectiveError, alike on every rank, where they do not fit."""
     size = call.world_size
-    own = [sorted(specs(internal=True)).index(call.op), zlib.crc32(str(call.dtype).encode()), zlib.crc32(str(call.reduce_op).encode()),
-           -1 if call.root is None else call.root]
+    own = [sorted(specs(internal=True)).index(call.op), zlib.crc32(str(call.dtype).encode()),
+           hash(call.reduce_op or dist.ReduceOp.SUM), -1 if call.root is None else call.root]
     own += [count for side in _exchanged(spec, call) for count in (side + [-1] * size)[:size]]
     rows = torch.empty(size * len(own), dtype=torch.int64, device=call.device)
     state.side.all_gather(rows, torch.tensor(own, dtype=torch.int64, device=call.device)).wait()

@@ -1,5 +1,6 @@
 """What is remembered per process group: calls in flight, capacities, the switch's decisions, the side channels."""
 import functools
+import logging
 import threading
 
 import torch
@@ -11,6 +12,9 @@ from ds_zipccl.collectives.completer import Completer
 from ds_zipccl.collectives.transport import SideChannel
 from ds_zipccl.collectives.windows import Windows
 from ds_zipccl.collectives.work import Pending
+from zipscape.errors import ZipScapeError
+
+log = logging.getLogger("ds_zipccl")
 
 MAX_CLASSES = 1024          # of capacity: sizes that are new in every call must not fill the memory
 
@@ -60,6 +64,11 @@ class GroupState:
             del self.capacities[next(iter(self.capacities))]
         return capacity
 
+    def likely_spill(self, op: str, dtype: torch.dtype, row_numel: int, first_spill: float) -> int:
+        """Sub-pool bytes per tile of such calls, without a trace in the classes: ranks may ask differently often."""
+        capacity = self.capacities.get((op, dtype, row_numel)) or Capacity.of(row_numel, dtype.itemsize, first_spill)
+        return capacity.spill_per_tile
+
     def pair_capacity(self, op: str, peer: int, outgoing: bool, dtype: torch.dtype, numel: int, first_spill: float) -> Capacity:
         """The class of what goes to or comes from ``peer``; sizes of one power of two share it, since uneven ones change with every call.
         Both ends of the pair keep the same: they see the same words. Never forgotten: there are few, and the ends could not agree
@@ -91,9 +100,17 @@ class GroupState:
                 for pending in self._in_flight:
                     pending.settle()
                     if pending.abandoned:
-                        pending.finish()
+                        self._finish_for_nobody(pending)
             finally:
                 self._forget_finished()
+
+    @staticmethod
+    def _finish_for_nobody(pending: Pending) -> None:
+        """A failure belongs to the call's own handle, which is gone; the call that settles it must go on, as on the other ranks."""
+        try:
+            pending.finish()
+        except ZipScapeError:
+            log.exception("a call whose handle was dropped failed")
 
     def complete(self, pending: Pending) -> None:
         """Settles the calls launched before ``pending``, strictly in launch order, and finishes it."""

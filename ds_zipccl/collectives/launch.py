@@ -74,8 +74,9 @@ class Launch:
         return "native_is_faster"
 
     def codec(self, dtype: torch.dtype, numel: int, spill_per_tile: int) -> Codec:
-        return CODECS[self.config.integrity].of(dtype, numel, self.device.type, spill_per_tile=spill_per_tile, level=self.config.level,
-                                               kernels=self._kernels)
+        level = BY_TORCH[dtype].level(self.config.level)
+        return CODECS[self.config.integrity].of(dtype, numel, self.device.type, spill_per_tile=spill_per_tile, level=level,
+                                                kernels=self._kernels)
 
     def take_bytes(self, num_bytes: int) -> torch.Tensor:
         """uint8 [num_bytes] that go back to the workspace when the call is finished."""

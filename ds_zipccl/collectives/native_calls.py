@@ -8,7 +8,7 @@ from ds_zipccl.collectives.switch import Measured
 
 MAX_KNOWN = 4096
 #: Reasons that follow from what ``signature`` holds, the settings and the switch's costs.
-LASTING = frozenset({"world_size_1", "never", "dtype", "device", "reduce_op", "layout", "shape", "min_bytes", "no_gain", "native_is_faster",
+LASTING = frozenset({"world_size_1", "never", "dtype", "device", "reduce_op", "shape", "min_bytes", "no_gain", "native_is_faster",
                      "deterministic_reduce"})
 
 
@@ -26,8 +26,8 @@ def signature(call: Call) -> tuple | None:
     out, data = call.output, call.input
     if not isinstance(out, torch.Tensor) or not isinstance(data, torch.Tensor) or call.input_splits or call.output_splits:
         return None
-    return (call.op, call.group, call.reduce_op, call.root, data.shape, data.dtype, data.device, data.is_contiguous(),
-            out.shape, out.dtype, out.device, out.is_contiguous(), data.layout)
+    return (call.op, call.group, call.reduce_op, call.root, data.numel(), data.dtype, data.device, out.numel(), out.dtype, out.device,
+            data.layout)
 
 
 class NativeCalls:

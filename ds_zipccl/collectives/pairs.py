@@ -22,7 +22,7 @@ def reason_for_raw(numel: int, dtype: torch.dtype, whole_numel: int, config: Zip
     whole_bytes = whole_numel * dtype.itemsize
     if whole_bytes < max(config.min_bytes, 1):
         return "min_bytes"
-    if layout(BY_TORCH[dtype], numel, level=config.level).frame_bytes >= numel * dtype.itemsize:
+    if layout(BY_TORCH[dtype], numel, level=BY_TORCH[dtype].level(config.level)).frame_bytes >= numel * dtype.itemsize:
         return "no_gain"
     if 2 * whole_bytes > config.max_workspace_bytes:        # two sets of frames, each no larger than the tensor
         return "max_workspace_bytes"

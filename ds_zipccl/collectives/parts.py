@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.codec.format import TILE_ELEMS
+from ds_zipccl.collectives import streams
 from ds_zipccl.collectives.registry import Call, CollectiveSpec
 from ds_zipccl.config import ZipcclConfig
+from zipscape.errors import ZipScapeError
 
 PART_BYTES = 64 << 20               # GPU: of the whole tensor; below it, latency would eat what overlap gains
 MAX_PARTS = 16
@@ -63,26 +65,38 @@ class PartsWork(dist.Work):
     def __init__(self, parts: list[Call], launch, outputs: tuple[torch.Tensor, ...], state):
         super().__init__()
         self._outputs, self._state, self._works = outputs, state, deque()
+        self._failure: ZipScapeError | None = None          # the first; the other parts go on, since the other ranks carry them out too
+        self._queued = streams.current(outputs[0].device)   # GPU: the stream on which parts were carried out already
         for part in parts:
             if len(self._works) == IN_FLIGHT:
-                self._works.popleft().wait()
+                self._finish(self._works.popleft())
             work = launch(part)
             if work is not None:
                 self._works.append(work)
 
+    def _finish(self, work) -> None:
+        try:
+            work.wait()
+        except ZipScapeError as error:
+            self._failure = self._failure or error
+
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         for work in self._works:                # in launch order
-            work.wait()
+            self._finish(work)
+        if self._failure is not None:
+            raise self._failure
+        if self._queued is not None:
+            streams.join(self._outputs[0].device, self._queued)
         return True
 
     def is_completed(self) -> bool:
-        return all([work.is_completed() for work in self._works])
+        return all(work.is_completed() for work in self._works)          # in order: the last one may fill the user's tensor from all
 
     def is_success(self) -> bool:
-        return all(work.is_success() for work in self._works)
+        return self._failure is None and all(work.is_success() for work in self._works)
 
     def exception(self):
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
+        return self._failure or next((error for work in self._works if (error := work.exception()) is not None), None)
 
     def synchronize(self) -> None:
         self.wait()

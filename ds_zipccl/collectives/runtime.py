@@ -206,19 +206,19 @@ class Runtime:
     @staticmethod
     def _pending(call: Call, state: GroupState, launch: Launch, started: launching.Started, outputs=()) -> Pending:
 
-        def keep_inputs(step):
-            """``step``, which reads the inputs, perhaps on another stream than the one they were allocated on."""
+        def keep_tensors(step):
+            """``step``, which uses the user's tensors, perhaps on another stream than the one they were allocated on."""
 
             def run(*args):
                 result = step(*args)
-                for t in call.inputs:
+                for t in (*call.inputs, *call.outputs, *outputs):
                     streams.keep(t)
                 return result
 
             return run
 
         return Pending(words=started.words, status_work=started.status_work, payload_work=started.payload_work,
-                       finish=keep_inputs(started.finish), on_words=keep_inputs(started.on_words), release=launch.release,
+                       finish=keep_tensors(started.finish), on_words=keep_tensors(started.on_words), release=launch.release,
                        outputs=outputs, status_stream=state.status_stream)
 
     def _run_to_end(self, spec: CollectiveSpec, call: Call, state: GroupState) -> bool:

@@ -18,10 +18,10 @@ def _index(device: torch.device) -> int:
 
 
 def as_object(device: torch.device, handle: int) -> torch.cuda.Stream:
-    """Torch's object for a handle; made once."""
+    """Torch's object for a handle; made once. (``ExternalStream(0)`` would be a new stream, not the default one.)"""
     key = _index(device), handle
     if key not in _objects:
-        _objects[key] = torch.cuda.ExternalStream(handle, device=device)
+        _objects[key] = torch.cuda.ExternalStream(handle, device=device) if handle else torch.cuda.default_stream(device)
     return _objects[key]
 
 
@@ -39,7 +39,7 @@ def keep(t: torch.Tensor) -> None:
 
 
 class On:
-    """Context: ``stream`` is current within; None: nothing changes. Of the device that is current already."""
+    """Context: ``stream`` is current within; None: nothing changes."""
 
     def __init__(self, stream: "torch.cuda.Stream | None"):
         self._stream = stream
@@ -47,6 +47,7 @@ class On:
     def __enter__(self) -> None:
         if self._stream is not None:
             s = self._stream
+            self._device = torch._C._cuda_getDevice()                     # setting a stream sets its device too
             self._before = torch._C._cuda_getCurrentStream(s.device_index)
             torch._C._cuda_setStream(stream_id=s.stream_id, device_index=s.device_index, device_type=s.device_type)
 
@@ -54,3 +55,5 @@ class On:
         if self._stream is not None:
             stream_id, device_index, device_type = self._before
             torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+            if self._device != device_index:
+                torch._C._cuda_setDevice(self._device)

@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -22,6 +22,7 @@ from ds_zipccl.collectives.registry import Call, CollectiveSpec
 log = logging.getLogger("ds_zipccl")
 PROBE_SIZES = (1 << 18, 1 << 21, 1 << 24)           # bytes of the whole tensor
 PROBE_ROUNDS = 3
+MAX_SIZES = 4096
 ASK_EACH_CALL = 8                  # all-to-alls in which the ranks ask each other whether anyone could zip; then ever fewer
 
 
@@ -30,7 +31,7 @@ class Measured:
     """What the switch knows of one collective and dtype on a group."""
     costs: Costs | None = None
     num_calls: int = 0             # that were eligible
-    zipped: dict[tuple, bool] | None = None        # what calls of a size did last
+    zipped: set[tuple] = field(default_factory=set)          # sizes whose last call was zipped: what all ranks carried out together
 
     def due(self, reprobe_calls: int) -> bool:
         """Counts a call; whether its costs must be measured first."""
@@ -43,11 +44,14 @@ class Measured:
 
     def choose(self, num_bytes: int, ratio: float, native_bytes: int | None = None) -> bool:
         """Whether a call of that size is to be zipped. ``native_bytes``: what it is natively, if another."""
-        if self.zipped is None or len(self.zipped) > 4096:
-            self.zipped = {}
         size = num_bytes, native_bytes
-        answer = self.costs.zipped_is_faster(num_bytes, ratio, self.zipped.get(size, False), native_bytes)
-        self.zipped[size] = answer
+        answer = self.costs.zipped_is_faster(num_bytes, ratio, size in self.zipped, native_bytes)
+        if len(self.zipped) >= MAX_SIZES:
+            self.zipped.clear()
+        if answer:
+            self.zipped.add(size)
+        else:
+            self.zipped.discard(size)
         return answer
 
 
@@ -117,7 +121,7 @@ def choose(spec: CollectiveSpec, call: Call, run_zipped, state, config) -> bool:
     if measured.due(config.reprobe_calls):
         measured.costs = measure(spec, call, run_zipped, state.side, config.level)
     numel = spec.row_numel(call)
-    spill = state.capacity(call.op, call.dtype, numel, spec.first_spill).spill_per_tile
+    spill = state.likely_spill(call.op, call.dtype, numel, spec.first_spill)
     native_bytes = None if spec.native_numel is None else spec.native_numel(call) * call.dtype.itemsize
     return measured.choose(spec.whole_numel(call) * call.dtype.itemsize, frame_ratio(call.dtype, numel, spill, config.level), native_bytes)
 

@@ -140,8 +140,11 @@ class DoneWork(dist.Work):
     def __init__(self, outputs: tuple[torch.Tensor, ...] = ()):
         super().__init__()
         self._outputs = outputs
+        self._queued = streams.current(outputs[0].device) if outputs else None          # GPU: the stream that fills the outputs
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if self._queued is not None:
+            streams.join(self._outputs[0].device, self._queued)
         return True
 
     def is_completed(self) -> bool:
@@ -151,10 +154,11 @@ class DoneWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        pass
+        self.wait()
 
     def get_future(self) -> torch.futures.Future:
         device = self._outputs[0].device if self._outputs else torch.device("cpu")
         future = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+        self.wait()                     # the future marks the point on this stream
         future.set_result(list(self._outputs))
         return future

@@ -93,3 +93,13 @@ def case_right_calls_pass(rank, world):
             everything = [None] * world
             dist.all_gather_object(everything, data.split(matrix[rank]))
             assert_same_bits(call.output, torch.cat([everything[peer][rank] for peer in range(world)]), "uneven")
+
+
+def case_operations_are_compared_by_value(rank, world):
+    """Torch hands out a new object for every call; its text holds an address."""
+    with runtime(integrity="checksum") as live:
+        for _ in range(3):
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.SUM
+            carry_out(live, "all_reduce", *[gaussian(4000, seed=rank)] * 2, reduce_op=options.reduceOp)
+        assert live.stats.snapshot()["all_reduce"]["calls_zipped"] == 3

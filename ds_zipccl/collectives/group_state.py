@@ -124,6 +124,14 @@ class GroupState:
             finally:
                 self._forget_finished()
 
+    def complete_in_background(self) -> None:
+        """Hands the calls in flight that are not settled to the group's thread."""
+        with self._lock:
+            works = [pending.handle() for pending in self._in_flight if not pending.settled and pending.handle is not None]
+        for work in works:
+            if work is not None:
+                work.get_future()
+
     def close(self) -> None:
         """Completes every call in flight and ends the side channel, whatever fails; then raises the first failure."""
         failures = []

@@ -103,6 +103,13 @@ class Runtime:
             if state.group is group:
                 state.settle()
 
+    def complete_in_background(self) -> None:
+        """Before this rank may wait for one rank alone (point to point): that rank may first wait for a call that is in flight here too, of
+        which this rank's part is not done (an overflow, an all_reduce's second phase). A thread of each group's then does it."""
+        for states in self._groups.values():
+            for state in states.values():
+                state.complete_in_background()
+
     def close(self, group: dist.ProcessGroup | None = None) -> None:
         """Completes what is in flight on ``group`` (None: on all) and drops its communicators, whatever fails; then
         raises the first failure. All ranks of the group at the same point."""

@@ -242,7 +242,7 @@ def case_wrong_section_on_one_rank_is_an_error_on_all(rank, world_size):
 def case_unforeseen_failure_on_one_rank_is_an_error_on_all(rank, world_size):
     original = deepspeed_hooks.loader.resolve
 
-    def failing(requested, device_type):
+    def failing(*_):
         raise PermissionError("no cache for you")
 
     deepspeed_hooks.loader.resolve = failing if rank == 1 else original

@@ -11,6 +11,7 @@ from deepspeed.moe.sharded_moe import _AllToAll
 
 from ds_zipccl.backend import deepspeed_comm
 from ds_zipccl.collectives.registry import specs
+from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import assert_same_bits, gaussian
 from tests.zipccl.collective_helpers import A2A, runtime
 
@@ -154,3 +155,27 @@ def case_native_reasons_of_deepspeed_calls(rank, world):
         ds.broadcast(torch.zeros(5000, dtype=torch.uint8), 0)
         assert live.stats.snapshot()["all_reduce"]["native_reasons"]["min_bytes"] == 1
         assert live.stats.snapshot()["broadcast"]["native_reasons"] == {"dtype": 1}
+
+
+def case_point_to_point_beside_an_all_reduce(rank, world):
+    """One rank waits for the all_reduce before it sends, the other receives before it waits: the second phase needs both."""
+    with under_deepspeed() as live:
+        group = dist.new_group(list(range(world)))
+        data = gaussian(1 << 16, seed=rank)
+        expected = data.clone()
+        work = ds.all_reduce(data, group=group, async_op=True)
+        message = torch.full((4,), float(rank))
+        if rank == 0:
+            for peer in range(1, world):
+                ds.recv(message, peer)
+                assert message[0] == peer
+            work.wait()
+        else:
+            work.wait()
+            ds.send(message, 0)
+        parts = [torch.empty_like(expected) for _ in range(world)]
+        dist.all_gather(parts, expected)
+        total = torch.empty_like(expected)
+        sum_in_order(parts, total)
+        assert_same_bits(data, total, "sum")
+        assert zipped(live, "all_reduce") == 1

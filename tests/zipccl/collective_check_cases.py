@@ -101,5 +101,5 @@ def case_operations_are_compared_by_value(rank, world):
         for _ in range(3):
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.SUM
-            carry_out(live, "all_reduce", *[gaussian(4000, seed=rank)] * 2, reduce_op=options.reduceOp)
+            carry_out(live, "all_reduce", *[gaussian(30000, seed=rank)] * 2, reduce_op=options.reduceOp)
         assert live.stats.snapshot()["all_reduce"]["calls_zipped"] == 3

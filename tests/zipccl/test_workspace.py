@@ -1,6 +1,7 @@
 """Frame buffers: reused, bounded, and old sizes do not keep new ones out."""
 import torch
 
+from ds_zipccl.collectives import streams
 from ds_zipccl.collectives.workspace import PAGE_BYTES, Workspace
 
 CPU = torch.device("cpu")
@@ -23,7 +24,7 @@ def test_never_more_idle_than_the_bound():
     for pages in (1, 2, 3, 1, 2, 5, 4, 1):
         for buffer in [workspace.take(pages * PAGE_BYTES, CPU) for _ in range(3)]:
             workspace.give(buffer)
-            held = sum(b.numel() for stack in workspace._free.values() for b, _ in stack)
+            held = sum(b.numel() for stack in workspace._free.values() for b in stack)
             assert held == workspace.held_bytes <= 4 * PAGE_BYTES
     workspace.clear()
     assert workspace.held_bytes == 0 and not workspace._free
@@ -39,3 +40,19 @@ def test_sizes_out_of_use_make_room():
     assert workspace.take(3 * PAGE_BYTES, CPU).data.data_ptr() == address
     workspace.give(workspace.take(5 * PAGE_BYTES, CPU))     # larger than the bound: not kept, and nothing dropped for it
     assert workspace.held_bytes == PAGE_BYTES
+
+
+def test_what_ends_on_another_stream_is_not_kept_where_nobody_looks(monkeypatch):
+    """Streams by number; the memory of such a buffer goes back to torch when that stream is done with it."""
+    kept, now = [], ["launch"]
+    monkeypatch.setattr(streams, "current", lambda device: now[0])
+    monkeypatch.setattr(streams, "keep", kept.append)
+    workspace = Workspace(4 * PAGE_BYTES)
+    same, other = workspace.take(1000, CPU), workspace.take(1000, CPU)
+    workspace.give(same)
+    now[0] = "of another thread"
+    workspace.give(other)
+    assert workspace.held_bytes == PAGE_BYTES and len(kept) == 1 and kept[0] is other.whole
+    assert workspace.take(1000, CPU).whole is not same.whole             # that one is for its own stream
+    now[0] = "launch"
+    assert workspace.take(1000, CPU).whole is same.whole

@@ -73,6 +73,7 @@ def main():
             print(f"step {step} loss {loss.item():.4f} = {loss.item().hex()}", flush=True)
     if dist.get_rank() == 0:
         report(args.backend, model.parameters())
+    dist.barrier()                      # no rank leaves while another still works
     dist.destroy_process_group()
 
 

@@ -84,6 +84,7 @@ def main():
     weights = [parameter.full_tensor().detach() for parameter in model.parameters()]
     if dist.get_rank() == 0:
         report(args.backend, weights)
+    dist.barrier()                      # no rank leaves while another still works
     dist.destroy_process_group()
 
 

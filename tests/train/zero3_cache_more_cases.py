@@ -192,7 +192,7 @@ def case_roundtrip_compares_before_every_use(rank, world_size):
 def case_adaptive_choice(rank, world_size):
     """Whatever the probes find, bits are the same; where native wins nothing is encoded."""
     run = compare(world_size=world_size, section={**CACHED, "collectives": {"all_gather": "adaptive", "reduce_scatter": "always"}}, steps=3)
-    assert run.cache["bypassed"]["native_is_faster"] + run.cache["shards"] > 0
+    assert run.cache["bypassed"].get("native_is_faster", 0) + run.cache["shards"] > 0          # timing decides which
     if not run.cache["shards"]:
         assert run.cache["encodes"] == 0, run.cache
 

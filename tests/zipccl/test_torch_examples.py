@@ -13,11 +13,17 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 @functools.cache
 def run(name: str, backend: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", EXAMPLES / name,
-                           "--backend", backend, "--steps", "4"], capture_output=True, text=True, timeout=280,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = _run(name, backend)
+    if backend == "native" and "terminate called without an active exception" in done.stderr:
+        done = _run(name, backend)          # seen once: torch's own DDP over gloo aborted while its interpreter ended
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def _run(name: str, backend: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", EXAMPLES / name,
+                           "--backend", backend, "--steps", "4"], capture_output=True, text=True, timeout=280,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 @pytest.mark.parametrize("name, zipped_op", [("ddp.py", "all_reduce"), ("fsdp2.py", "all_gather_into_tensor")])

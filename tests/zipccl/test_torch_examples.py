@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 def run(name: str, backend: str) -> str:
     done = _run(name, backend)
     if backend == "native" and "terminate called without an active exception" in done.stderr:
-        done = _run(name, backend)          # seen once: torch's own DDP over gloo aborted while its interpreter ended
+        # Seen once, cause not known: a rank of the native run, whose bits are only what ours are compared with, aborted. Never for ours.
+        warnings.warn(f"the native run of {name} aborted and was repeated: {done.stderr[-500:]}", stacklevel=1)
+        done = _run(name, backend)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

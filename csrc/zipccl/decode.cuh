@@ -180,16 +180,28 @@ __device__ __forceinline__ u32 check_header(const Call& c, const u8* frame) {
     return bad ? kBadHeader : 0;
 }
 
-// Grid: (groups of kWarps blocks, rows without the skipped one).
+// Where frames are when they lie one behind the other. A row may also be raw (symmetric.cuh): its data behind the header, uncompressed.
+struct StridedFrames {
+    const u8* frames;
+    i64 stride;
+    __device__ __forceinline__ const u8* frame(i64 row) const { return frames + row * stride; }
+    __device__ __forceinline__ bool is_raw(i64) const { return false; }
+};
+
+__device__ __forceinline__ StridedFrames strided_frames(const Call& c) { return {c.frames, c.frame_stride}; }
+
+// Block `block` of a raw row.
+template <class F>
+__device__ __forceinline__ const u8* raw_block(const u8* frame, i64 block) { return frame + kHeaderBytes + block * (kBlockElems * F::kItem); }
+
+// This CTA's blocks of a row from their frame to `out_row`. Grid: groups of kWarps blocks.
 template <class L, u32 kWarps>
-__device__ __forceinline__ void decode_blocks(const Call& c) {
+__device__ __forceinline__ void decode_blocks_of(const Call& c, const u8* frame, u8* out_row) {
     typedef typename L::Format F;
     constexpr u32 kRawBytes = kBlockElems * F::kItem;
     __shared__ __align__(16) u8 metas[L::kMetaOfTile ? 1 : kWarps][L::kMetaBytes];
     __shared__ __align__(16) u8 raws[kWarps][kRawBytes];
     const u32 tile_index = blockIdx.x / (32 / kWarps), b = blockIdx.x % (32 / kWarps) * kWarps + warp_id();
-    const i64 row = row_of(c, blockIdx.y);
-    const u8* frame = c.frames + row * c.frame_stride;
     u32 errors = blockIdx.x == 0 && warp_id() == 0 ? check_header(c, frame) : 0;
     if (c.g.num_tiles == 0) {
         if (errors) atomicOr(c.status, errors);
@@ -207,13 +219,20 @@ __device__ __forceinline__ void decode_blocks(const Call& c) {
         u8* raw = raws[warp_id()];
         errors |= L::decode(c, s, frame, t, tile_index, b, metas[L::kMetaOfTile ? 0 : warp_id()], raw);
         const i64 block = (i64)tile_index * 32 + b;
-        u8* out = c.out + row * c.row_stride + block * kRawBytes;
+        u8* out = out_row + block * kRawBytes;
         const u32 present = present_of(present_elems(c.g, tile_index), b);
         const bool wide = present == kBlockElems && is_aligned(out, 16);
 #pragma unroll
         for (u32 i = 0; i < F::kWords / 4; i++) store_part<F>(out, present, wide, i, *(const uint4*)(raw + part_offset<F>(i)));
     }
     if (errors) atomicOr(c.status, errors);
+}
+
+// Grid: (groups of kWarps blocks, rows without the skipped one).
+template <class L, u32 kWarps>
+__device__ __forceinline__ void decode_blocks(const Call& c) {
+    const i64 row = row_of(c, blockIdx.y);
+    decode_blocks_of<L, kWarps>(c, strided_frames(c).frame(row), c.out + row * c.row_stride);
 }
 
 // ---- sums
@@ -256,10 +275,10 @@ __device__ __forceinline__ uint4 round_floats(const float* f) {
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Grid: groups of kWarps blocks. Row `skip` comes from x, the others from their frames, added in row order. kTwo: two rows, whose sum
+// Grid: groups of kWarps blocks. Row `skip` comes from x, the others from `frames`, added in row order. kTwo: two rows, whose sum
 // needs no accumulator (a + b = b + a, also in bits, once NaNs are canonical).
-template <class L, u32 kWarps, u32 kRows, bool kTwo>
-__device__ __forceinline__ void decode_reduce_blocks(const Call& c) {
+template <class L, u32 kWarps, u32 kRows, bool kTwo, class Frames>
+__device__ __forceinline__ void decode_reduce_blocks(const Call& c, const Frames& frames) {
     typedef typename L::Format F;
     constexpr u32 kRawBytes = kBlockElems * F::kItem, kParts = F::kWords / 4, kFloats = 16 / F::kItem;
     __shared__ __align__(16) u8 metas[L::kMetaOfTile ? kRows : kWarps][L::kMetaBytes];
@@ -277,20 +296,23 @@ __device__ __forceinline__ void decode_reduce_blocks(const Call& c) {
     u32 errors = 0;
     typename L::Block s;
     if constexpr (kTwo) {
-        const u8* frame = c.frames + (1 - c.skip) * c.frame_stride;
+        const i64 other_row = 1 - c.skip;
+        const u8* frame = frames.frame(other_row);
+        const bool is_raw = frames.is_raw(other_row);
         u8* my_own = owns[warp_id()];
         if (present) {
             copy_raw<F>(my_own, own, present, wide_own);
+            if (is_raw) copy_raw<F>(raw, raw_block<F>(frame, block), present, present == kBlockElems);
             commit_copies();
             L::load(s, frame + t.offset, t, b);
-            if (block == 0) errors |= check_header(c, frame);
+            if (block == 0 && !is_raw) errors |= check_header(c, frame);
         }
         if constexpr (L::kMetaOfTile) {
             stage_meta(frame + t.offset, t, metas[0]);
             __syncthreads();
         }
         if (present) {
-            errors |= L::decode(c, s, frame, t, tile_index, b, metas[L::kMetaOfTile ? 0 : warp_id()], raw);
+            if (!is_raw) errors |= L::decode(c, s, frame, t, tile_index, b, metas[L::kMetaOfTile ? 0 : warp_id()], raw);
             wait_copies<0>();
 #pragma unroll
             for (u32 i = 0; i < kParts; i++) {
@@ -305,29 +327,30 @@ __device__ __forceinline__ void decode_reduce_blocks(const Call& c) {
     } else {
         const u32 num_rows = (u32)c.num_rows;
         float sum[32];
-        if (present && c.skip != 0) L::load(s, c.frames + t.offset, t, b);
+        if (present && c.skip != 0) L::load(s, frames.frame(0) + t.offset, t, b);
 #pragma unroll 1
         for (u32 first = 0; first < num_rows; first += kRows) {
             const u32 end = min(first + kRows, num_rows);
             if constexpr (L::kMetaOfTile) {
                 if (first) __syncthreads();                        // the metas before are used up
                 for (u32 r = first; r < end; r++)
-                    if (r != c.skip) stage_meta(c.frames + r * c.frame_stride + t.offset, t, metas[r - first]);
+                    if (r != c.skip) stage_meta(frames.frame(r) + t.offset, t, metas[r - first]);
                 __syncthreads();
             }
             if (!present) continue;
 #pragma unroll 1
             for (u32 r = first; r < end; r++) {
-                const u8* frame = c.frames + r * c.frame_stride;
-                if (r == c.skip) {
-                    copy_raw<F>(raw, own, present, wide_own);
+                const u8* frame = frames.frame(r);
+                if (r == c.skip || frames.is_raw(r)) {
+                    if (r == c.skip) copy_raw<F>(raw, own, present, wide_own);
+                    else copy_raw<F>(raw, raw_block<F>(frame, block), present, present == kBlockElems);
                     commit_copies();
                     wait_copies<0>();
                 } else {
                     if (block == 0) errors |= check_header(c, frame);
                     errors |= L::decode(c, s, frame, t, tile_index, b, metas[L::kMetaOfTile ? r - first : warp_id()], raw);
                 }
-                if (r + 1 < num_rows && r + 1 != c.skip) L::load(s, frame + c.frame_stride + t.offset, t, b);
+                if (r + 1 < num_rows && r + 1 != c.skip) L::load(s, frames.frame(r + 1) + t.offset, t, b);
 #pragma unroll
                 for (u32 i = 0; i < kParts; i++) {
                     float f[kFloats];
@@ -342,6 +365,11 @@ __device__ __forceinline__ void decode_reduce_blocks(const Call& c) {
             for (u32 i = 0; i < kParts; i++) store_part<F>(out, present, wide, i, round_floats<F>(sum + i * kFloats));
     }
     if (errors) atomicOr(c.status, errors);
+}
+
+template <class L, u32 kWarps, u32 kRows, bool kTwo>
+__device__ __forceinline__ void decode_reduce_blocks(const Call& c) {
+    decode_reduce_blocks<L, kWarps, kRows, kTwo>(c, strided_frames(c));
 }
 
 }  // namespace zipscape

@@ -26,6 +26,11 @@ failures = []
 
 _num_logged = 0
 
+#: Whose modules import the targets themselves. While one of them is half imported, its hooks cannot be called yet.
+_SEAMS = ("ds_zipccl.", "ds_scape.")
+_num_seams_importing = 0
+_postponed = []
+
 
 def is_disabled() -> bool:
     """True if the environment turns ZipScape off (ZIPSCAPE_DISABLE set to anything but 0 or nothing)."""
@@ -58,12 +63,19 @@ def _handle_loaded():
 def _run_hooks(target, module):
     """Call the target's functions; one that fails is noted and does not keep the others from running."""
     for name in HOOKS.get(target, ()):
-        try:
-            _function(name)(module)
-        except Exception as error:
-            _note(f"{name} after the import of {target}", error)
+        if _num_seams_importing and name.startswith(_SEAMS):
+            _postponed.append((name, target, module))
+            continue
+        _run_hook(name, target, module)
     if target.startswith("deepspeed"):
         _report()
+
+
+def _run_hook(name, target, module):
+    try:
+        _function(name)(module)
+    except Exception as error:
+        _note(f"{name} after the import of {target}", error)
 
 
 def _function(name):
@@ -106,10 +118,10 @@ def _report():
 
 
 class _Finder:
-    """Meta path finder: finds nothing itself, only wraps the loader of our targets."""
+    """Meta path finder: finds nothing itself, only wraps the loader of our targets and of our own modules."""
 
     def find_spec(self, name, path=None, target=None):
-        if name not in HOOKS or is_disabled():
+        if name not in HOOKS and not name.startswith(_SEAMS) or is_disabled():
             return None
         for finder in list(sys.meta_path):
             if finder is self or not hasattr(finder, "find_spec"):
@@ -117,7 +129,7 @@ class _Finder:
             spec = finder.find_spec(name, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader)
+                    spec.loader = (_Loader if name in HOOKS else _SeamLoader)(spec.loader)
                 return spec
         return None
 
@@ -141,3 +153,21 @@ class _Loader:
             _run_hooks(module.__name__, module)
         except Exception as error:  # the import of DeepSpeed must never fail because of us
             _note(f"hooks of {module.__name__}", error)
+
+
+class _SeamLoader(_Loader):
+    """The same for a module of ours: hooks that came while it was half imported run when it is whole."""
+
+    def exec_module(self, module):
+        global _num_seams_importing
+        module.__spec__.loader = module.__loader__ = self._loader
+        _num_seams_importing += 1
+        try:
+            self._loader.exec_module(module)
+        finally:
+            _num_seams_importing -= 1
+        while _postponed and not _num_seams_importing:
+            _, target, _ = hook = _postponed.pop(0)
+            _run_hook(*hook)
+            if target.startswith("deepspeed"):
+                _report()

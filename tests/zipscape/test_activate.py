@@ -73,6 +73,23 @@ print(json.dumps(calls))
     assert last_json(out) == ["deepspeed.runtime.engine"]
 
 
+@pytest.mark.parametrize("first", ["ds_scape.optimizer.zero_adapter", "ds_zipccl.backend.deepspeed_hooks", "ds_zipccl.backend.zero12",
+                                   "ds_zipccl.backend.zero3_params"])
+def test_a_seam_may_be_imported_before_deepspeed(first):
+    """The seam imports DeepSpeed, whose hooks are in that very module or in one that needs it: they run when it is whole, once each."""
+    out, err = run(f"""
+import json, sys
+import {first}
+from zipscape import activate
+engine = sys.modules["deepspeed.runtime.engine"]
+cls, depth = engine.DeepSpeedEngine.step, 0
+while hasattr(cls, "__wrapped__"):
+    cls, depth = cls.__wrapped__, depth + 1
+print(json.dumps([activate.failures, activate._postponed, depth, sys.modules[{first!r}].__spec__.loader.__class__.__name__]))
+""")
+    assert last_json(out) == [[], [], 2, "SourceFileLoader"], err
+
+
 def test_the_real_loader_is_given_back():
     out, _ = run(TRACE + """
 activate.HOOKS["json.tool"] = ["traces:note"]

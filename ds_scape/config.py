@@ -40,6 +40,9 @@ class AdamSParams(GroupParams):
     bias_correction: bool = False
     """false: the published formula; true: the authors' code, whose first steps are 10 times as long."""
 
+    kernels: Literal["best", "reference"] = "best"
+    """As in SCAPE's parameters; one for all groups."""
+
 
 class ScapeParams(GroupParams):
     """All parameters of SCAPE. lr, betas, eps, weight_decay and density (or sparsity) may differ per parameter group."""
@@ -71,6 +74,9 @@ class ScapeParams(GroupParams):
 
     save_residual: Literal["full", "mean", "flush"] = "full"
     """What a checkpoint keeps of the residuals: every rank's (resuming is bit-equal), their mean, or none after one dense step."""
+
+    kernels: Literal["best", "reference"] = "best"
+    """Which implementation of the arithmetic runs; all give the same bits. "best" takes the fastest that works here."""
 
     log: str | None = None
     """File that rank 0 appends one JSON line of statistics to per optimizer step. null: none."""

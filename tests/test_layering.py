@@ -22,10 +22,10 @@ ORDER = {
 LEAVES = {"config", "errors", "stats"}
 #: Only these rooms reach the native libraries.
 USE_OP_BUILDER = {"kernels", "cli"}
-#: Files that may import deepspeed: the seams and the builders.
+#: Files that may import deepspeed: the seams, the builders, and the benchmark that trains with it.
 SEAMS = (
     "ds_zipccl/backend/deepspeed_*.py", "ds_zipccl/backend/zero12.py", "ds_zipccl/backend/zero3_*.py",
-    "ds_scape/optimizer/zero_adapter.py", "op_builder/deepspeed_ops.py",
+    "ds_scape/optimizer/zero_adapter.py", "op_builder/deepspeed_ops.py", "ds_zipccl/cli/step_run.py",
 )
 #: Loaded by every `import torch`: standard library only.
 LIGHT = ("zipscape/__init__.py", "zipscape/activate.py")
@@ -140,6 +140,8 @@ PLANTED = [
     ("ds_zipccl/backend/policy.py", "from ds_scape.sync import mask", "never import each other"),
     ("ds_scape/sync/mask.py", "if True:\n    import ds_zipccl", "never import each other"),
     ("ds_scape/update/residual.py", "from ds_scape.sync import mask", "update lies below sync"),
+    ("ds_scape/kernels/impl_reference.py", "from ds_scape.update import tables", "kernels lies below update"),
+    ("ds_scape/sync/mask.py", "from zipscape.op_builder import scape", "reach the native"),
     ("zipscape/handshake.py", "import ds_zipccl.config", "lies below both packages"),
     ("op_builder/zipccl.py", "from ds_zipccl import kernels", "lies below both packages"),
     ("op_builder/base.py", "import deepspeed", "only the seams"),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_scape.config import ScapeParams
+from ds_scape.kernels import loader
 from ds_scape.optimizer import offload
 from ds_scape.optimizer.state import FlatState
 from ds_scape.sync import mask as masks
@@ -51,7 +52,8 @@ class Flow:
     def __init__(self, flats: list[FlatState], params: ScapeParams, transport: Transport):
         self.flats, self.params, self.transport = flats, params, transport
         self.layout = Layout(tuple(flat.layout for flat in flats), transport.world_size)
-        self.codec = masks.MaskCodec(self.layout, params.mask_encoding) if self.layout.has_masks else None
+        self.kernels = loader.choose(params.kernels, flats[0].copies.device.type)
+        self.codec = masks.MaskCodec(self.layout, params.mask_encoding, self.kernels) if self.layout.has_masks else None
         self.num_steps = self.last_dense_step = 0
         self.is_watched, self.mask_overlap = False, None        # the share of the next mask that is in the present one too; if watched
         self._device = flats[0].copies.device
@@ -97,7 +99,7 @@ class Flow:
             waiting = (flat.last_sync < self.num_steps).nonzero().view(-1)
             self._owner_step(flat, mean.to(flat.weight.device)[waiting], waiting)
         gather_weights([flat.copies for flat in self.flats], [flat.weight.to(flat.copies.device, flat.copies.dtype) for flat in self.flats],
-                       self._all_dense, self.transport)
+                       self._all_dense, self.transport, self.kernels)
 
     def _shape_of_masks(self) -> list:
         """Equal if and only if a mask message of one flow can be used by the other."""
@@ -164,16 +166,21 @@ class Flow:
         rank, size, betas = self.transport.rank, flat.layout.partition_numel, flat.group["betas"]
         own, early = slice(rank * size, (rank + 1) * size), None
         is_early = self.params.mask_statistic == "first_moment" and gradient is not None
-        if gradient is not None and not flat.layout.is_full:            # otherwise there is nothing to rank
-            own_gradient = residuals.scaled(self._owned(flat, gradient), factor, flat.square.dtype)
-            scape_rule.track_square(flat.square, own_gradient, beta2=betas[1])
+        is_ranked = gradient is not None and not flat.layout.is_full    # otherwise there is nothing to rank
+        in_one_pass = gradient is not None and not is_early and flat.passage is None
+        square = flat.square if is_ranked and in_one_pass and flat.square.device == flat.residual.device else None
+        if is_ranked and square is None:
+            scape_rule.track_square(flat.square, self._owned(flat, gradient), factor=factor, beta2=betas[1], kernels=self.kernels)
         if flat.passage is not None:
-            values, before, after = offload.enter(flat.residual, flat.passage, gradient, factor, index, wire, own, is_early)
+            values, before, after = offload.enter(flat.residual, flat.passage, gradient, factor, index, wire, own, is_early, self.kernels)
+        elif in_one_pass:
+            values, before, after = residuals.enter(flat.residual, gradient, factor, index, wire, square=square, own_start=own.start,
+                                                    beta2=betas[1], kernels=self.kernels), None, flat.residual[own]
         else:
             if gradient is not None:
-                residuals.accumulate(flat.residual, gradient, factor)
+                residuals.accumulate(flat.residual, gradient, factor, self.kernels)
             before = flat.residual[own].clone() if is_early else None
-            values, after = residuals.take(flat.residual, index, wire), flat.residual[own]
+            values, after = residuals.take(flat.residual, index, wire, self.kernels), flat.residual[own]
         if is_early:
             early = scape_rule.score_first_moment(flat.momentum, before.to(flat.weight.device), beta1=betas[0])
         return values, early, after
@@ -185,20 +192,16 @@ class Flow:
         for i, (flat, mean) in enumerate(zip(self.flats, means, strict=True)):
             flat.advance_decay()
             changed.append(self._owner_step(flat, mean, positions.own[i]))
-        gather_weights([flat.copies for flat in self.flats], changed, positions, self.transport)
+        gather_weights([flat.copies for flat in self.flats], changed, positions, self.transport, self.kernels)
 
     def _owner_step(self, flat: FlatState, mean, index) -> torch.Tensor:
         """Moves the owned coordinates at ``index`` (None: all); returns their weights as the copies want them."""
-        group, everything, device = flat.group, index is None, flat.weight.device
-        mean, index = mean.to(device), None if everything else index.to(device)
-        weight, momentum, last = (t if everything else t[index] for t in (flat.weight, flat.momentum, flat.last_sync))
-        scape_rule.owner_step(weight, momentum, mean, self.num_steps - last, flat.age_tables, flat.decay_products, lr=group["lr"],
-                              beta2=group["betas"][1], eps=group["eps"], catch_up=self.params.catch_up)
-        if everything:
-            flat.last_sync.fill_(self.num_steps)
-        else:
-            flat.weight[index], flat.momentum[index], flat.last_sync[index] = weight, momentum, self.num_steps
-        return weight.to(flat.copies.device, flat.copies.dtype)
+        group, device = flat.group, flat.weight.device
+        mean, index = mean.to(device), None if index is None else index.to(device)
+        changed = scape_rule.synchronise(flat.weight, flat.momentum, flat.last_sync, mean, index, self.num_steps, flat.age_tables,
+                                         flat.decay_products, lr=group["lr"], beta2=group["betas"][1], eps=group["eps"],
+                                         catch_up=self.params.catch_up, copies_dtype=flat.copies.dtype, kernels=self.kernels)
+        return changed.to(flat.copies.device)
 
     def _owned(self, flat: FlatState, whole: torch.Tensor) -> torch.Tensor:
         """This rank's partition of a whole buffer, where the owner's state is (the host, under optimizer offload)."""
@@ -210,9 +213,8 @@ class Flow:
         for flat, (_, early, left) in zip(self.flats, entered, strict=True):
             if flat.layout.is_full:
                 continue
-            scores = scape_rule.score_residual(left.to(flat.weight.device), flat.square) if early is None else early
-            overdue = self.num_steps - flat.last_sync >= flat.max_age
-            chosen.append(masks.select(scores, overdue, flat.layout.segments[rank]))
+            rank_by, square = (left.to(flat.weight.device), flat.square) if early is None else (early, None)
+            chosen.append(self.kernels.select(rank_by, square, flat.last_sync, self.num_steps, flat.max_age, flat.layout.segments[rank]))
         if self.is_watched and not positions.dense:
             present = [positions.own[i] for i, flat in enumerate(self.flats) if not flat.layout.is_full]
             both = sum(int(mask[index.to(mask.device)].sum()) for mask, index in zip(chosen, present, strict=True))

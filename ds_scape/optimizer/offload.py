@@ -6,7 +6,7 @@ the bits.
 """
 import torch
 
-from ds_scape.update import residual as residuals
+from ds_scape.kernels.ops import Kernels
 
 #: Elements of a piece: 64 MiB in fp32.
 PIECE = 1 << 24
@@ -73,7 +73,7 @@ class Passage:
 
 @torch.no_grad()
 def enter(host: torch.Tensor, passage: Passage, fresh: torch.Tensor | None, factor: float, index: torch.Tensor | None, wire: torch.dtype,
-          own: slice, keep_before: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+          own: slice, keep_before: bool, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """accumulate() and take() on a host residual in one pass.
 
     fresh: [n] on the device, None: nothing enters. index: int64 [k] ascending positions of what is sent; None: everything. own: the rank's
@@ -88,11 +88,12 @@ def enter(host: torch.Tensor, passage: Passage, fresh: torch.Tensor | None, fact
     cuts = edges if index is None else torch.searchsorted(index, torch.tensor(edges, device=index.device)).tolist()
     for i, (start, part) in enumerate(passage.pieces(host)):
         stop = start + part.numel()
-        if fresh is not None:
-            residuals.accumulate(part, fresh[start:stop], factor)
-        _copy_overlap(before, part, start, own)
-        lo, hi = cuts[i], cuts[i + 1]
-        values[lo:hi] = residuals.take(part, None if index is None else index[lo:hi] - start, wire)
+        gradient, lo, hi = None if fresh is None else fresh[start:stop], cuts[i], cuts[i + 1]
+        if keep_before:
+            kernels.enter(part, gradient, factor)
+            _copy_overlap(before, part, start, own)
+            gradient = None
+        kernels.enter(part, gradient, factor, None if index is None else index[lo:hi], values[lo:hi], first=start)
         _copy_overlap(after, part, start, own)
     return values, before, after
 

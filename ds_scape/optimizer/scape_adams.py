@@ -2,9 +2,13 @@
 which is Adam with stable weight decay; hence the name."""
 import torch
 
-from ds_scape.config import AdamSParams, parse
+from ds_scape.config import AdamSParams, GroupParams, parse
+from ds_scape.kernels import loader
 from ds_scape.update.adams import dense_step
 from zipscape.errors import ConfigError, describe
+
+#: What a parameter group may set for itself.
+GROUP_KEYS = (*GroupParams.model_fields, "bias_correction")
 
 
 class ScapeAdamS(torch.optim.Optimizer):
@@ -16,13 +20,16 @@ class ScapeAdamS(torch.optim.Optimizer):
 
     def __init__(self, params, **settings):
         self.params = parse(settings, AdamSParams, where="the parameters given to ScapeAdamS")
-        super().__init__(params, {key: getattr(self.params, key) for key in AdamSParams.model_fields})
+        super().__init__(params, {key: getattr(self.params, key) for key in GROUP_KEYS})
 
     def add_param_group(self, param_group) -> None:
-        own = {key: param_group[key] for key in AdamSParams.model_fields if key in param_group}
+        own = {key: param_group[key] for key in GROUP_KEYS if key in param_group}
         merged = parse({**self.params.model_dump(), **own}, AdamSParams, where="a parameter group given to ScapeAdamS")
         param_group.update({key: getattr(merged, key) for key in own})
         super().add_param_group(param_group)
+
+    def _kernels(self, device_type: str):
+        return loader.choose(self.params.kernels, device_type)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -42,7 +49,8 @@ class ScapeAdamS(torch.optim.Optimizer):
                     state["step"], state["exp_avg"] = 0, torch.zeros_like(p)
                 state["step"] += 1
                 dense_step(p, state["exp_avg"], p.grad, lr=group["lr"], betas=group["betas"], eps=group["eps"],
-                           weight_decay=group["weight_decay"], bias_correction_step=state["step"] if group["bias_correction"] else 0)
+                           weight_decay=group["weight_decay"], bias_correction_step=state["step"] if group["bias_correction"] else 0,
+                           kernels=self._kernels(p.device.type))
         return loss
 
     def state_dict(self) -> dict:

@@ -5,6 +5,7 @@ and buffer; None for a buffer that is exchanged whole.
 """
 import torch
 
+from ds_scape.kernels.ops import REFERENCE, Kernels
 from ds_scape.sync.partition import Layout
 from ds_scape.sync.transport import Transport
 
@@ -42,7 +43,8 @@ def reduce_to_owners(taken: list[torch.Tensor], positions: Positions, transport:
 
 
 @torch.no_grad()
-def gather_weights(copies: list[torch.Tensor], own: list[torch.Tensor], positions: Positions, transport: Transport) -> None:
+def gather_weights(copies: list[torch.Tensor], own: list[torch.Tensor], positions: Positions, transport: Transport,
+                   kernels: Kernels = REFERENCE) -> None:
     """Sends this rank's changed weights (``own``: per buffer [k], in the copies' dtype) to all and writes everyone's into ``copies``."""
     longest = max(positions.splits)
     message = torch.cat(own)
@@ -53,7 +55,7 @@ def gather_weights(copies: list[torch.Tensor], own: list[torch.Tensor], position
         if index is None:
             copy.copy_(values)
         else:
-            copy[index] = values
+            kernels.scatter(copy, index, values)
 
 
 def _by_owner(values: list[torch.Tensor], counts: list[list[int]]) -> torch.Tensor:

@@ -11,12 +11,13 @@ import math
 
 import torch
 
+from ds_scape.kernels.ops import REFERENCE, Kernels
 from ds_scape.update.tables import one_step
 
 
 @torch.no_grad()
 def dense_step(weight: torch.Tensor, momentum: torch.Tensor, gradient: torch.Tensor, *, lr: float, betas: tuple[float, float], eps: float,
-               weight_decay: float, bias_correction_step: int = 0) -> None:
+               weight_decay: float, bias_correction_step: int = 0, kernels: Kernels = REFERENCE) -> None:
     """One step, in place on ``weight`` and ``momentum``; ``gradient`` is only read. All three: equal shapes, one float dtype.
 
     bias_correction_step: 0 for the published formula; the number of this step, from 1, for the authors' bias-corrected variant.
@@ -25,15 +26,8 @@ def dense_step(weight: torch.Tensor, momentum: torch.Tensor, gradient: torch.Ten
     """
     kept, taken = one_step(betas[0])
     correction = 1 - betas[0] ** bias_correction_step if bias_correction_step else 1.0
-    divisor = normaliser(momentum / correction if bias_correction_step else momentum, gradient * gradient, beta2=betas[1], eps=eps)
-    momentum.mul_(kept).add_(gradient * taken)
-    update = (momentum / correction if bias_correction_step else momentum) / divisor
-    weight.mul_(decay_factor(lr, weight_decay)).sub_(update.mul_(lr))
-
-
-def normaliser(momentum: torch.Tensor, gradient_squared: torch.Tensor, *, beta2: float, eps: float) -> torch.Tensor:
-    """sqrt(b2 * m^2 + (1 - b2) * g^2) + eps, a new tensor."""
-    return (momentum * momentum).mul_(beta2).add_(gradient_squared * (1 - beta2)).sqrt_().add_(eps)
+    kernels.dense_step(weight, momentum, gradient, lr=lr, kept=kept, taken=taken, beta2=betas[1], eps=eps,
+                       decay=decay_factor(lr, weight_decay), correction=correction)
 
 
 def decay_factor(lr: float, weight_decay: float) -> float:

@@ -5,11 +5,10 @@ kept to compare with.
 """
 import torch
 
-from ds_scape.update.adams import normaliser
+from ds_scape.kernels import impl_reference
+from ds_scape.kernels.impl_reference import score_residual  # noqa: F401  (|r| / (sqrt(q) + 1e-9), after the step; kernels fuse it)
+from ds_scape.kernels.ops import REFERENCE, Kernels
 from ds_scape.update.tables import AgeTables
-
-#: Keeps the score of a coordinate finite whose gradients were all zero.
-SCORE_EPS = 1e-9
 
 
 @torch.no_grad()
@@ -21,28 +20,26 @@ def owner_step(weight: torch.Tensor, momentum: torch.Tensor, mean_value: torch.T
     ``age`` gradients). age: int [k] >= 1, steps since the last synchronisation, this one included. tables: entries up to max_age; older
     coordinates count as max_age. decay: [H + 1], product of the weight decay factors of the last a steps; None for no decay.
     """
-    if decay is not None:
-        weight.mul_(decay[age.clamp(max=decay.numel() - 1)])
-    counted = age.clamp(max=tables.momentum_kept.numel() - 1) if catch_up else torch.ones_like(age)
-    kept, taken, moved, gradient_moved = (table[counted] for table in tables)
-    steps = counted.to(weight.dtype)
-    gradient = mean_value / steps
-    divisor = normaliser(momentum, mean_value * mean_value / steps, beta2=beta2, eps=eps)
-    update = (moved * momentum).add_(gradient_moved * gradient).div_(divisor)
-    weight.sub_(update.mul_(lr))
-    momentum.mul_(kept).add_(taken.mul_(gradient))
+    impl_reference.catch_up_step(weight, momentum, mean_value, age, tables, decay, lr=lr, beta2=beta2, eps=eps, catch_up=catch_up)
 
 
 @torch.no_grad()
-def track_square(square: torch.Tensor, own_gradient: torch.Tensor, *, beta2: float) -> None:
-    """q = b2 * q + (1 - b2) * g^2 over the whole partition, in place; g: the owner's own clipped gradient of this step, [n]."""
-    own = own_gradient.to(square.dtype)
-    square.mul_(beta2).add_((own * own).mul_(1 - beta2))
+def synchronise(weight: torch.Tensor, momentum: torch.Tensor, last_sync: torch.Tensor, mean_value: torch.Tensor,
+                index: torch.Tensor | None, step: int, tables: AgeTables, decay: torch.Tensor | None, *, lr: float, beta2: float,
+                eps: float, catch_up: bool, copies_dtype: torch.dtype, kernels: Kernels = REFERENCE) -> torch.Tensor:
+    """``owner_step`` for the coordinates of a partition at ``index`` (int64 [k]; None: all) in step number ``step``: weight, momentum [P]
+    and last_sync int32 [P] are changed in place. Returns the new weights [k] in ``copies_dtype``."""
+    out = torch.empty(mean_value.numel(), dtype=copies_dtype, device=weight.device)
+    kernels.owner_step(weight, momentum, last_sync, mean_value, index, step, tables, decay, lr=lr, beta2=beta2, eps=eps,
+                       catch_up=catch_up, out=out)
+    return out
 
 
-def score_residual(own_residual: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
-    """|r| / (sqrt(q) + 1e-9): how much the owner has not sent, in units of its usual gradient. After the step; a new tensor."""
-    return own_residual.abs().div_(square.sqrt().add_(SCORE_EPS))
+@torch.no_grad()
+def track_square(square: torch.Tensor, own_gradient: torch.Tensor, *, beta2: float, factor: float = 1.0,
+                 kernels: Kernels = REFERENCE) -> None:
+    """q = b2 * q + (1 - b2) * g^2 over the whole partition, in place; g: factor * the owner's own gradient of this step, [n]."""
+    kernels.track_square(square, own_gradient, factor, beta2=beta2)
 
 
 def score_first_moment(momentum: torch.Tensor, own_residual: torch.Tensor, *, beta1: float) -> torch.Tensor:

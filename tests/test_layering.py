@@ -25,7 +25,8 @@ USE_OP_BUILDER = {"kernels", "cli"}
 #: Files that may import deepspeed: the seams, the builders, and the benchmark that trains with it.
 SEAMS = (
     "ds_zipccl/backend/deepspeed_*.py", "ds_zipccl/backend/zero12.py", "ds_zipccl/backend/zero3_*.py",
-    "ds_scape/optimizer/zero_adapter.py", "op_builder/deepspeed_ops.py", "ds_zipccl/cli/step_run.py",
+    "ds_scape/optimizer/deepspeed_hooks.py", "ds_scape/optimizer/zero_adapter.py", "op_builder/deepspeed_ops.py",
+    "ds_zipccl/cli/step_run.py",
 )
 #: Loaded by every `import torch`: standard library only.
 LIGHT = ("zipscape/__init__.py", "zipscape/activate.py")

@@ -1,8 +1,8 @@
 """``ds_zipccl bench ...``: the measurements that come with the package, one subcommand each."""
-from ds_zipccl.cli import bench_codec, bench_collectives
+from ds_zipccl.cli import bench_codec, bench_collectives, bench_step
 
-HELP = "measure: codec, collectives"
-BENCHES = {"codec": bench_codec, "collectives": bench_collectives}
+HELP = "measure: codec, collectives, step"
+BENCHES = {"codec": bench_codec, "collectives": bench_collectives, "step": bench_step}
 
 
 def add_arguments(parser) -> None:

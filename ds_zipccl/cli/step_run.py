@@ -1,0 +1,151 @@
+"""Trains a GPT for a few DeepSpeed steps and measures them: one rank's part of ``ds_zipccl bench step``."""
+import functools
+import gc
+import os
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from ds_zipccl.cli import step_trace
+
+TRACED_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Size:
+    vocab: int
+    dim: int
+    layers: int
+    heads: int
+
+
+#: By name; the parameters without and with the embedding, which is tied to the head.
+SIZES = {"tiny": Size(512, 64, 2, 2), "350m": Size(50304, 1024, 24, 16), "1.3b": Size(50304, 2048, 24, 16)}
+
+
+class GPT(nn.Module):
+    """Tokens int64 [batch, seq_len] to the mean loss of the next ones; torch's own encoder layers, causal, norm first."""
+
+    def __init__(self, size: Size, seq_len: int):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(size.dim, size.heads, 4 * size.dim, dropout=0.0, activation="gelu", batch_first=True,
+                                           norm_first=True)
+        self.tokens, self.positions = nn.Embedding(size.vocab, size.dim), nn.Embedding(seq_len, size.dim)
+        self.layers = nn.TransformerEncoder(layer, size.layers, nn.LayerNorm(size.dim), enable_nested_tensor=False)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        seq_len = tokens.shape[1] - 1
+        x = self.tokens(tokens[:, :-1]) + self.positions.weight[:seq_len]
+        mask = nn.Transformer.generate_square_subsequent_mask(seq_len, device=x.device, dtype=x.dtype)
+        logits = self.layers(x, mask=mask, is_causal=True) @ self.tokens.weight.t()
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained: the rest of the configuration is ``config``."""
+    model: str
+    seq_len: int
+    micro_batch: int
+    config: dict
+    steps: int
+    warmup: int
+    device: str
+
+
+class Training:
+    """An engine and its data. ``losses``: of the steps so far, in hex."""
+
+    def __init__(self, job: Job):
+        import deepspeed
+
+        self._job, self._on_gpu = job, job.device == "cuda"
+        torch.manual_seed(1)
+        with torch.device(job.device):
+            model = GPT(SIZES[job.model], job.seq_len)
+        self.num_parameters = sum(p.numel() for p in model.parameters())
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=job.config)
+        self._generator, self.losses = torch.Generator().manual_seed(100 + dist.get_rank()), []
+
+    def steps(self, count: int) -> list[float]:
+        """Milliseconds of each, begun and ended by all ranks together."""
+        return [self._step() for _ in range(count)]
+
+    def _step(self) -> float:
+        shape = self._job.micro_batch, self._job.seq_len + 1
+        tokens = torch.randint(SIZES[self._job.model].vocab, shape, generator=self._generator).to(self.engine.device)
+        self._settle()
+        dist.barrier()
+        self._settle()
+        start = time.perf_counter()
+        loss = self.engine(tokens)
+        self.engine.backward(loss)
+        self.engine.step()
+        self._settle()
+        took = time.perf_counter() - start
+        self.losses.append(float(loss).hex())
+        return took * 1e3
+
+    def _settle(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+
+
+def run(job: Job) -> dict:
+    """Steps on this rank, in the default process group; the same ``times_ms`` (of the slowest rank) and ``step_ms`` (their median) on every
+    rank, and its own rest:
+
+    ``losses`` (hex, one a step, warm-up included), ``num_parameters``, ``memory_bytes`` (peak on the device in the measured steps; None on
+    a CPU), ``trace`` (``step_trace.summarize``; None on a CPU), ``ops`` (ZipCCL's counters per step; {} where it is off).
+    """
+    from ds_zipccl.backend import deepspeed_comm, deepspeed_hooks
+    training, on_gpu = Training(job), job.device == "cuda"
+    training.steps(job.warmup)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    runtime = deepspeed_comm.live_runtime()
+    before = runtime.stats.snapshot() if runtime else {}
+    times = _slowest(training.steps(job.steps), job.device)
+    after = runtime.stats.snapshot() if runtime else {}
+    found = {"step_ms": statistics.median(times), "times_ms": times, "num_parameters": training.num_parameters, "memory_bytes": None,
+             "trace": None, "ops": _per_step(before, after, job.steps)}
+    if on_gpu:
+        found["memory_bytes"] = torch.cuda.max_memory_allocated()
+        found["trace"] = step_trace.summarize(step_trace.record(functools.partial(training.steps, TRACED_STEPS)), TRACED_STEPS)
+    found["losses"] = training.losses
+    training.engine.destroy()
+    if runtime:
+        deepspeed_hooks.deactivate()
+    del training
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+    return found
+
+
+def prepare(device: str) -> None:
+    """Before DeepSpeed is imported."""
+    if device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)            # losses are compared by bits
+
+
+def _slowest(times: list[float], device: str) -> list[float]:
+    mine = torch.tensor(times, dtype=torch.float64, device=device)
+    dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+    return mine.tolist()
+
+
+def _per_step(before: dict, after: dict, num_steps: int) -> dict:
+    """Calls and bytes of every operation a step."""
+    names = ("calls_zipped", "calls_native", "raw_bytes", "wire_bytes", "overflows")
+    return {op: {name: (row[name] - before.get(op, {}).get(name, 0)) / num_steps for name in names} for op, row in after.items()}

@@ -129,6 +129,17 @@ class CudaKernels:
         self._calls.encode(g, x.data_ptr(), x.stride(0) * g.itemsize, frames.data_ptr(), frames.stride(0), rows, skip,
                            status.data_ptr(), workspace, stream)
 
+    def encode_at(self, g: Geometry, x: int, row_stride: int, frames: int, frame_stride: int, num_rows: int, skip: int, status: int,
+                  index: int, stream: int) -> None:
+        """``encode`` by addresses (frames: multiples of FRAME_ALIGN) and strides in bytes, on a stream of device ``index``, the current
+        one."""
+        workspace = self._device(index).workspace(stream, workspace_words(num_rows, g))
+        self._calls.encode(g, x, row_stride, frames, frame_stride, num_rows, skip, status, workspace, stream)
+
+    def error_word(self, index: int) -> int:
+        """Address of the word in which kernels of device ``index`` note corruption; ``raise_on_error`` reads it."""
+        return self._device(index).errors
+
     def decode(self, frames: torch.Tensor, out: torch.Tensor, g: Geometry, skip: int = -1) -> None:
         index = out.get_device()
         if index != torch.cuda.current_device():

@@ -12,7 +12,7 @@ import sys
 
 #: target module -> functions ("module:function"), each called with the freshly executed module, in this order.
 HOOKS = {
-    "deepspeed.runtime.engine": ["ds_zipccl.backend.deepspeed_hooks:install", "ds_scape.optimizer.zero_adapter:install"],
+    "deepspeed.runtime.engine": ["ds_zipccl.backend.deepspeed_hooks:install", "ds_scape.optimizer.deepspeed_hooks:install"],
     "deepspeed.ops.op_builder.all_ops": ["zipscape.op_builder.deepspeed_ops:register"],
     "torch.distributed.distributed_c10d": ["zipscape.activate:register_torch_backend"],
     "torch._dynamo.trace_rules": ["zipscape.activate:keep_from_compiler"],

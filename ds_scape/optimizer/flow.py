@@ -112,8 +112,8 @@ class Flow:
                 "shape_of_masks": self._shape_of_masks(), "decay": [flat.decay for flat in self.flats]}
 
     def load_state_dict(self, saved: dict) -> None:
-        """The inverse, at the same world size; starts the mask's gather, so all ranks must take part. A mask of other densities or another
-        encoding cannot be used: the next step is then one without masks, and says so."""
+        """The inverse, at the same world size. No communication: the mask is gathered when the next step needs it. A mask of other
+        densities or another encoding cannot be used: the next step is then one without masks, and says so."""
         self.num_steps = saved["num_steps"]
         for flat, decay in zip(self.flats, saved["decay"], strict=True):
             flat.restore_decay(decay)
@@ -121,7 +121,7 @@ class Flow:
         if self.is_dense(self.num_steps + 1):
             return
         if saved["mask"] is not None and saved["shape_of_masks"] == self._shape_of_masks():
-            self._send_mask(saved["mask"].to(self._device, copy=True))
+            self._mask_message, self._positions, self._arriving = saved["mask"].to(self._device, copy=True), None, None
         else:
             self._unmasked_step = self.num_steps + 1
             if self.transport.rank == 0 and self.num_steps:
@@ -228,7 +228,7 @@ class Flow:
     def _peek_positions(self) -> Positions:
         """The positions of the coming step; waits for the mask under way."""
         if self._positions is None:
-            messages = self._arriving.wait()
+            messages = (self._arriving or self.transport.gather_async(self._mask_message, "mask")).wait()
             decoded = [self.codec.decode(row, rank) for rank, row in enumerate(messages)]
             self._positions = Positions(self.layout, self.transport.rank, decoded)
             self._arriving = None

@@ -1,174 +1,27 @@
-"""The seam to DeepSpeed: ``"type": "SCAPE"`` in ds_config.json, and ZeRO 1 and 2 whose gradients and weights travel by mask.
+"""ZeRO 1 and 2 whose gradients and weights travel by mask.
 
-Called by zipscape.activate when deepspeed.runtime.engine is imported. ZeRO's partitions, master weights and checkpoint files are
-DeepSpeed's own; what is replaced is everything between a parameter's gradient and its changed weight (optimizer/flow.py). Stages 1 and 2 do
-the same.
-Sources of the seam: deepspeed/runtime/engine.py, deepspeed/runtime/zero/stage_1_and_2.py, 0.19.8.
+ZeRO's partitions, master weights and checkpoint files are DeepSpeed's own; what is replaced is everything between a parameter's gradient
+and its changed weight (flow.py). Stages 1 and 2 do the same. Source of the seam: deepspeed/runtime/zero/stage_1_and_2.py, 0.19.8.
 """
-import functools
-import hashlib
-import itertools
-import json
 import logging
 
-import deepspeed
 import torch
-import torch.distributed
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import stage_1_and_2
-from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
-from deepspeed.utils import groups
-from torch.distributed import distributed_c10d as c10d
+from deepspeed.utils import log_dist
 
-from ds_scape.optimizer.checkpoint import announce_size, residual_record, restore_residuals
+from ds_scape.optimizer import checkpoint
 from ds_scape.optimizer.flow import Flow
 from ds_scape.optimizer.offload import Passage, host_residual
-from ds_scape.optimizer.refusals import check_engine
-from ds_scape.optimizer.scape import SCAPE
-from ds_scape.optimizer.scape_adams import ScapeAdamS
 from ds_scape.optimizer.state import FlatState
 from ds_scape.optimizer.statistics import StepRows
 from ds_scape.sync.partition import TensorSlot, flat_layout
 from ds_scape.sync.transport import Transport
-from zipscape import __version__, handshake
 from zipscape.errors import ConfigError, ZipScapeError, describe
 
 log = logging.getLogger("ds_scape")
-TESTED_DEEPSPEED = ("0.19.8",)
-OPTIMIZERS = {"scape": SCAPE, "scapeadams": ScapeAdamS}
-_engine_numbers = itertools.count()
-
-
-def install(engine_module) -> None:
-    """Makes DeepSpeed know the optimizers. Patches chain: each calls what it found."""
-    for cls in OPTIMIZERS.values():
-        setattr(torch.optim, cls.__name__, cls)             # the engine looks names up there
-        if cls not in zero_utils.ZERO_SUPPORTED_OPTIMIZERS:
-            zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(cls)
-    engine = engine_module.DeepSpeedEngine
-    engine.optimizer_name = _any_case(engine.optimizer_name)
-    engine.step = _monitored(engine.step)
-    engine.save_checkpoint = _announced(engine.save_checkpoint)
-    engine._do_optimizer_sanity_check = _checked(engine._do_optimizer_sanity_check, engine_module.ZERO_OPTIMIZATION)
-    engine_module.DeepSpeedZeroOptimizer = _dispatching(engine_module.DeepSpeedZeroOptimizer)
-
-
-def _any_case(method):
-
-    @functools.wraps(method)
-    def optimizer_name(self):
-        name = method(self)
-        known = OPTIMIZERS.get(name.lower()) if isinstance(name, str) else None
-        return known.__name__ if known else name
-
-    return optimizer_name
-
-
-def _monitored(method):
-    """Writes the statistics of a step to the engine's monitors."""
-
-    @functools.wraps(method)
-    def step(self, *args, **kwargs):
-        watched = isinstance(self.optimizer, ScapeZeroOptimizer) and self.monitor.enabled and self.global_rank == 0
-        if watched:
-            self.optimizer.watch()
-        ends_step = watched and (self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation())
-        result = method(self, *args, **kwargs)
-        if ends_step:
-            self.monitor.write_events(self.optimizer.rows.events(self.optimizer.last_row, self.global_samples))
-        return result
-
-    return step
-
-
-def _announced(method):
-
-    @functools.wraps(method)
-    def save_checkpoint(self, *args, **kwargs):
-        if isinstance(self.optimizer, ScapeZeroOptimizer):
-            self.optimizer.prepare_save()
-        return method(self, *args, **kwargs)
-
-    return save_checkpoint
-
-
-def _checked(method, zero_optimization):
-    """The engine asks this method which wrapper an optimizer gets; all ranks come here before anything is built."""
-
-    @functools.wraps(method)
-    def _do_optimizer_sanity_check(self, basic_optimizer):
-        if not isinstance(basic_optimizer, SCAPE):
-            return method(self, basic_optimizer)
-        error = None
-        try:
-            if deepspeed.__version__ not in TESTED_DEEPSPEED:
-                raise ConfigError(describe("SCAPE hooks into DeepSpeed's internals and was not tested with this version",
-                                           got=deepspeed.__version__, expected=" or ".join(TESTED_DEEPSPEED)))
-            _check_log(basic_optimizer.params.log)
-            check_engine(self, groups._get_sequence_parallel_world_size(), _tensor_parallel_size(self))
-        except ZipScapeError as problem:
-            error = problem
-        except Exception as problem:        # the other ranks must hear of it, not wait for this one
-            error = ZipScapeError(describe("SCAPE could not be set up", got=f"{type(problem).__name__}: {problem}"))
-        _agree(basic_optimizer, error)
-        if not self.zero_optimization():
-            return method(self, basic_optimizer)
-        trainable = [g for g in basic_optimizer.param_groups if any(p.requires_grad for p in g["params"])]
-        basic_optimizer.param_groups[:] = trainable         # ZeRO cannot flatten a group of frozen parameters
-        # The engine's own choice for bf16 with fp32 accumulation at stage 1 would be a wrapper without partitions of ours.
-        return zero_optimization
-
-    return _do_optimizer_sanity_check
-
-
-def _check_log(path: str | None) -> None:
-    """Before the ranks agree: what fails on rank 0 alone must be heard by all."""
-    if path is not None and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0):
-        try:
-            open(path, "a").close()
-        except OSError as error:
-            raise ConfigError(describe("SCAPE's log cannot be written", got=f"log = {path!r}: {error.strerror}",
-                                       expected="a file that rank 0 can append to", where="ds_config.json")) from None
-
-
-def _tensor_parallel_size(engine) -> int:
-    sizes = [engine.autotp_size()]
-    if engine.mpu is not None and hasattr(engine.mpu, "get_model_parallel_world_size"):
-        sizes.append(engine.mpu.get_model_parallel_world_size())
-    return max(sizes)
-
-
-def _agree(optimizer: SCAPE, error: ZipScapeError | None) -> None:
-    """All ranks must have the same settings; an error on one rank is raised on all."""
-    number = next(_engine_numbers)
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        if error is not None:
-            raise error
-        return
-    keys = ("lr", "betas", "eps", "weight_decay", "density")
-    config = optimizer.params.model_dump(exclude={"log"})
-    config["groups"] = [{key: group[key] for key in keys} for group in optimizer.param_groups]
-    fingerprint = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
-    record = {"version": __version__, "config_hash": fingerprint, "enabled": True, "config": config,
-              "error": None if error is None else str(error)}
-    handshake.agree(c10d._get_default_store(), torch.distributed.get_rank(), torch.distributed.get_world_size(),
-                    json.loads(json.dumps(record, default=str)), name=f"scape/{number}")
-
-
-def _dispatching(stock):
-    """A class in the place of ``stock`` that builds ours for SCAPE and exactly ``stock`` for everything else."""
-
-    class DeepSpeedZeroOptimizer(stock):
-
-        def __new__(cls, init_optimizer, *args, **kwargs):
-            # What is returned is no instance of cls, so Python does not call __init__ again.
-            if isinstance(init_optimizer, SCAPE):
-                return ScapeZeroOptimizer(init_optimizer, *args, **kwargs)
-            return stock(init_optimizer, *args, **kwargs) if cls is DeepSpeedZeroOptimizer else super().__new__(cls)
-
-    return DeepSpeedZeroOptimizer
 
 
 class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
@@ -180,14 +33,15 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
             self.create_gradient_handling_hooks()
         #: This step's gradients so far, per group [W * P], apart from the residuals until they are known to be finite.
         self.fresh_gradients = [torch.zeros_like(flat, dtype=self.gradient_accumulation_dtype) for flat in self.bit16_groups_flat]
-        self._places = {}
-        flats = []
+        self._place_of, self._places, flats = {}, [], []    # where every parameter lies; the same by buffer, with names
         for i, group in enumerate(init_optimizer.param_groups):
             slots = []
             for param, offset, meta in zip(self.round_robin_bit16_groups[i], self.round_robin_bit16_offsets[i],
                                            self.round_robin_bit16_meta[i], strict=True):
-                self._places[param] = (i, offset)
+                self._place_of[param] = (i, offset)
                 slots.append(TensorSlot(offset, meta.numel(), meta.dim()))
+            self._places.append([(self.param_names[param], slot.offset, slot.numel)
+                                 for param, slot in zip(self.round_robin_bit16_groups[i], slots, strict=True)])
             flats.append(self._flat_state(i, group, slots, init_optimizer.params))
         transport = Transport(comm, self.dp_process_group, comm.get_rank(group=self.dp_process_group),
                               comm.get_world_size(group=self.dp_process_group))
@@ -195,6 +49,10 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         init_optimizer.attach(self.flow)
         self._announce_memory()
         self._is_flushed = False
+        self._to_finish = None                              # "plain" or "universal": a load whose part for all ranks together is to come
+        self._loaded_record, self._loaded_step = None, 0
+        self.is_load_finished_later = False
+        """Set by the engine's hook, which lets all ranks agree that their files are whole before they do anything together."""
         self.rows: StepRows | None = None
         self.last_row: dict | None = None
         if init_optimizer.params.log is not None and transport.rank == 0:
@@ -224,9 +82,8 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         residual = sum(flat.residual.numel() * flat.residual.element_size() for flat in flats)
         owner = sum(flat.square.numel() * 4 + flat.last_sync.numel() * 4 for flat in flats)
         positions = 8 * sum(layout.splits(dense=False)) if layout.has_masks else 0
-        if self.flow.transport.rank == 0:
-            log.info("SCAPE: %.1f MB a rank beyond dense ZeRO: residual %.1f, owner's q and ages %.1f, positions of a mask %.1f",
-                     (residual + owner + positions) / 1e6, residual / 1e6, owner / 1e6, positions / 1e6)
+        log_dist(f"SCAPE: {(residual + owner + positions) / 1e6:.1f} MB a rank beyond dense ZeRO: residual {residual / 1e6:.1f}, owner's q "
+                 f"and ages {owner / 1e6:.1f}, positions of a mask {positions / 1e6:.1f}", ranks=[0])
 
     def watch(self) -> None:
         """Statistics of every step from now on, in ``last_row`` and in the log."""
@@ -243,7 +100,10 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         if param.grad is None or not getattr(param, "ds_grad_is_ready", True):
             return
         self.setup_buckets()
-        group, offset = self._places[param]
+        if param.grad.is_sparse:
+            raise ConfigError(describe("SCAPE does not take sparse gradients", got=f"one of {self.param_names[param]}",
+                                       todo="set sparse=False on the embedding"))
+        group, offset = self._place_of[param]
         self.fresh_gradients[group].narrow(0, offset, param.numel()).add_(param.grad.view(-1) if param.grad.is_contiguous()
                                                                           else param.grad.reshape(-1))
         param.grad = None
@@ -309,36 +169,57 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
     def prepare_save(self) -> None:
         """Before anything is written; all ranks together."""
         kind = self.flow.params.save_residual
-        announce_size(self.flow, kind)
+        log_dist(checkpoint.size_text(self.flow, kind), ranks=[0])
         if kind == "flush" and not self._is_flushed:
             self.flow.flush()
             self._is_flushed = True
 
     def state_dict(self):
+        """All ranks together, where the mean of the residuals is saved."""
         state = super().state_dict()
         kind = self.flow.params.save_residual
         # Asked for without save_checkpoint, nothing was flushed: then nothing may be left out.
-        state["scape"] = residual_record(self.flow, "full" if kind == "flush" and not self._is_flushed else kind)
+        kind = "full" if kind == "flush" and not self._is_flushed else kind
+        state["scape"] = checkpoint.make_record(self.flow, kind, self._places)
         return state
+
+    def load_state_dict(self, *args, **kwargs):
+        super().load_state_dict(*args, **kwargs)
+        if not self.is_load_finished_later:
+            self.finish_load()
+
+    def _load_global_state(self, sd):
+        super()._load_global_state(sd)
+        self._loaded_record = sd.get("scape")
 
     def _load_legacy_checkpoint(self, state_dict_list, load_optimizer_states=True, load_from_fp32_weights=False):
         super()._load_legacy_checkpoint(state_dict_list, load_optimizer_states, load_from_fp32_weights)
         if load_optimizer_states:
-            restore_residuals(self.flow, state_dict_list[self.flow.transport.rank].get("scape"))
+            checkpoint.check_record(self.flow, self._loaded_record)
+            self._to_finish = "plain"
 
     def _load_universal_checkpoint(self, checkpoint_folder, load_optimizer_states, load_from_fp32_weights):
-        """Weights, m and q come from the folder; it has no place for residuals, ages and masks, which start anew."""
         densities = [group["density"] for group in self.optimizer.param_groups]
         super()._load_universal_checkpoint(checkpoint_folder, load_optimizer_states, load_from_fp32_weights)
         for group, density in zip(self.optimizer.param_groups, densities, strict=True):
             group["density"] = density
-        self.flow.restart(self.optimizer.adopt_state())
-        self.optimizer.publish_state()
-        self._hp_optimizer_states_linked = False
-        self._lazy_init_hp_params_optimizer_state()
-        if self.flow.transport.rank == 0:
-            log.warning("a universal checkpoint has no residuals: gradients that were waiting when it was saved are lost, unless it was "
-                        'saved with "save_residual": "flush"; the next step runs without masks')
+        self._loaded_step = self.optimizer.adopt_state()
+        self._to_finish = "universal"
+
+    def finish_load(self) -> None:
+        """What all ranks do together after each has read its files."""
+        kind, record, self._to_finish, self._loaded_record = self._to_finish, self._loaded_record, None, None
+        if kind == "plain":
+            checkpoint.restore_residuals(self.flow, record, self._places)
+        elif kind == "universal":
+            self.flow.restart(self._loaded_step)
+            lost = checkpoint.restore_from_universal(self.flow, record, self._places)
+            self.optimizer.publish_state()
+            self._hp_optimizer_states_linked = False
+            self._lazy_init_hp_params_optimizer_state()
+            if lost:
+                log_dist(f"SCAPE: {lost}", ranks=[0], level=logging.WARNING)
+            log_dist("SCAPE: loaded a universal checkpoint; the next step runs without masks", ranks=[0])
 
     def offload_states(self, include=None, device=OffloadDeviceEnum.cpu, pin_memory=True, non_blocking=False):
         super().offload_states(include, device, pin_memory, non_blocking)

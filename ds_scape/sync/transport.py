@@ -1,11 +1,12 @@
-"""The three collectives that SCAPE uses, on a communication module that is handed in, with every byte counted.
+"""The collectives that SCAPE uses, on a communication module that is handed in, with every byte counted.
 
-The module is torch.distributed or one that looks like it (deepspeed.comm): ``all_to_all_single`` and ``all_gather_into_tensor`` are called
-on it. At world size 1 nothing is called and the module may be None.
+The module is torch.distributed or one that looks like it (deepspeed.comm): ``all_to_all_single``, ``all_gather_into_tensor`` and, to load
+checkpoints, ``broadcast`` are called on it. At world size 1 nothing is called and the module may be None.
 """
 from collections import Counter
 
 import torch
+import torch.distributed
 
 
 class Gathered:
@@ -55,6 +56,14 @@ class Transport:
         work = self._comm.all_gather_into_tensor(out, own, group=self._group, async_op=not wait)
         self._count(what, own.numel() * own.element_size() * (self.world_size - 1))
         return Gathered(out.view(self.world_size, -1), work, own)
+
+    def from_first(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """Rank 0's ``tensor``; on the others, where it is overwritten, one of the same size."""
+        if self.world_size > 1 and tensor.numel():
+            first = 0 if self._group is None else torch.distributed.get_global_rank(self._group, 0)
+            self._comm.broadcast(tensor, first, group=self._group)
+            self._count(what, tensor.numel() * tensor.element_size() if self.rank == 0 else 0)
+        return tensor
 
     def _count(self, what: str, num_bytes: int) -> None:
         self.sent_bytes[what] += num_bytes

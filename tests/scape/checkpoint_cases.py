@@ -1,4 +1,6 @@
 """Cases run on every rank by test_checkpoint.py: save and resume through DeepSpeed's own files."""
+import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -6,6 +8,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+from deepspeed.utils import logger
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from tests.helpers.bits import assert_same_bits
@@ -174,6 +177,50 @@ def case_zero_to_fp32(rank, world_size):
     dist.barrier()
 
 
+def case_a_corrupt_file_of_one_rank_is_an_error_on_all(rank, world_size):
+    """Cut short, of another program, with residuals of another size: one text on all ranks, no hang, and nothing was changed for good."""
+    folder = shared_folder()
+    engine = initialize(config("full"))
+    for number in range(3):
+        micro_step(engine, number)
+    engine.save_checkpoint(folder, tag="here")
+    dist.barrier()
+    file = os.path.join(folder, "here", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    whole = open(file, "rb").read()
+
+    def without_record(saved):
+        del saved["optimizer_state_dict"]["scape"]
+
+    def with_short_residual(saved):
+        saved["optimizer_state_dict"]["scape"]["residual"][0] = torch.zeros(7)
+
+    for change, expected in ((None, ""), (without_record, "no record of SCAPE"), (with_short_residual, "residuals of [7] elements")):
+        if rank == 0:
+            if change is None:
+                open(file, "wb").write(whole[:len(whole) // 2])
+            else:
+                open(file, "wb").write(whole)
+                saved = torch.load(file, weights_only=False)
+                change(saved)
+                torch.save(saved, file)
+        dist.barrier()
+        other, texts = initialize(config("full")), [None] * world_size
+        try:
+            other.load_checkpoint(folder, tag="here")
+        except Exception as error:
+            dist.all_gather_object(texts, str(error))
+            assert len(set(texts)) == 1 and "rank 1 reported an error" in texts[0] and expected in texts[0], texts
+        else:
+            raise AssertionError(f"accepted: {expected}")
+        dist.barrier()
+    if rank == 0:
+        open(file, "wb").write(whole)
+    dist.barrier()
+    other = initialize(config("full"))
+    other.load_checkpoint(folder, tag="here")
+    assert micro_step(engine, 3) == micro_step(other, 3)
+
+
 def convert(folder):
     result = subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", f"{folder}/here",
                              "--output_folder", f"{folder}/universal", "--num_extract_workers", "1", "--num_merge_workers", "1",
@@ -188,54 +235,107 @@ def universal_config():
 
 
 def case_universal_checkpoint(rank, world_size):
-    """C96: DeepSpeed's converter takes our files; loading keeps weights, momentum, q and the step, and starts the rest anew. The files stay
-    for case_universal_at_another_world_size, where the test names a folder."""
+    """C96: DeepSpeed's converter takes our files, and what was waiting survives: mean residuals, ages, decay. Saved with "full", residuals
+    are lost, and that is said. The files stay for case_universal_at_another_world_size, where the test names a folder."""
     folder = os.environ.get("SCAPE_TEST_FOLDER") or shared_folder()
-    engine = initialize(config("full"))
-    for number in range(4):
-        micro_step(engine, number)
-    engine.save_checkpoint(folder, tag="here")
-    dist.barrier()
-    if rank == 0:
-        convert(folder)
-        torch.save([p.detach().clone() for p in engine.module.parameters()], f"{folder}/weights.pt")
-    dist.barrier()
-    other = initialize(universal_config())
-    other.load_checkpoint(folder, tag="universal")
-    for a, b in zip(engine.optimizer.flow.flats, other.optimizer.flow.flats, strict=True):
-        for name in ("copies", "weight", "momentum", "square"):
-            assert_same_bits(getattr(b, name).detach(), getattr(a, name).detach(), name)
-        assert not b.residual.any()
-    assert other.optimizer.flow.num_steps == 4
-    for number in range(4, 7):
-        micro_step(other, number)
-        check_copies(other)
+    for kind in ("full", "mean"):
+        engine = initialize(config(kind))
+        for number in range(6):
+            micro_step(engine, number)
+        engine.save_checkpoint(folder, tag="here")
+        dist.barrier()
+        if rank == 0:
+            convert(folder)
+            torch.save([p.detach().clone() for p in engine.module.parameters()], f"{folder}/weights.pt")
+        means = mean_residuals(engine)
+        ages = ages_by_name(engine)
+        if rank == 0:
+            torch.save((means, ages), f"{folder}/waiting.pt")
+        dist.barrier()
+        other = initialize(universal_config())
+        with warnings_of_deepspeed() as heard:
+            other.load_checkpoint(folder, tag="universal")
+        assert any("are lost" in text for text in heard) == (kind == "full" and rank == 0), heard
+        for a, b in zip(engine.optimizer.flow.flats, other.optimizer.flow.flats, strict=True):
+            for name in ("copies", "weight", "momentum", "square") + (("decay",) if kind == "mean" else ()):
+                assert_same_bits(getattr(b, name).detach(), getattr(a, name).detach(), name)
+            assert bool(b.residual.any()) == (kind == "mean")
+        if kind == "mean":
+            for expected, got in ((means, residual_by_name(other)), (ages, ages_by_name(other))):
+                assert all(torch.equal(value, got[name]) for name, value in expected.items())
+        assert other.optimizer.flow.num_steps == 6
+        for number in range(6, 9):
+            micro_step(other, number)
+            check_copies(other)
     # A checkpoint of the loaded engine is a whole one again.
     other.save_checkpoint(folder, tag="again")
     dist.barrier()
     third = initialize(config("full"))
     third.load_checkpoint(folder, tag="again")
-    for number in range(7, 10):
+    for number in range(9, 12):
         assert micro_step(other, number) == micro_step(third, number)
 
 
+def residual_by_name(engine):
+    zero = engine.optimizer
+    return {name: flat.residual[offset:offset + numel].clone()
+            for flat, places in zip(zero.flow.flats, zero._places, strict=True) for name, offset, numel in places}
+
+
+def mean_residuals(engine):
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, residual_by_name(engine))
+    total = everyone[0]
+    for other in everyone[1:]:
+        total = {name: value + other[name] for name, value in total.items()}
+    return {name: value / len(everyone) for name, value in total.items()}
+
+
+def ages_by_name(engine):
+    """All ranks together."""
+    zero, found = engine.optimizer, {}
+    for flat, places in zip(zero.flow.flats, zero._places, strict=True):
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, zero.flow.num_steps - flat.last_sync)
+        ages = torch.cat(parts)
+        found.update({name: ages[offset:offset + numel] for name, offset, numel in places})
+    return found
+
+
+@contextlib.contextmanager
+def warnings_of_deepspeed():
+    heard, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        yield heard
+    finally:
+        logger.removeHandler(handler)
+
+
 def case_universal_at_another_world_size(rank, world_size):
-    """C97, C98, C100: saved by 2 ranks; loaded by others, with other padding."""
+    """C97, C98, C100: saved by 2 ranks; loaded by others, with other padding: weights, the mean of the residuals, ages."""
     folder = os.environ["SCAPE_TEST_FOLDER"]
     other = initialize(universal_config())
     other.load_checkpoint(folder, tag="universal")
     for (name, parameter), saved in zip(other.module.named_parameters(), torch.load(f"{folder}/weights.pt"), strict=True):
         assert_same_bits(parameter.detach(), saved, name)
     check_copies(other)
-    assert other.optimizer.flow.num_steps == 4
-    for number in range(4, 8):
+    assert other.optimizer.flow.num_steps == 6
+    means, ages = torch.load(f"{folder}/waiting.pt")
+    assert any(bool(mean.any()) for mean in means.values()) and any(int(age.max()) > 3 for age in ages.values() if age.numel())
+    for name, own in residual_by_name(other).items():
+        assert torch.equal(own, means[name]), f"mean residual of {name}"
+    for name, own in ages_by_name(other).items():
+        assert torch.equal(own, ages[name]), f"ages of {name}"
+    for number in range(6, 10):
         micro_step(other, number)
         check_copies(other)
     plain = initialize(config("full"))
     try:
         plain.load_checkpoint(folder, tag="here")
     except Exception as error:
-        assert "world size" in str(error).lower(), error
+        assert "another world size" in str(error) and "ds_to_universal" in str(error), error
     else:
         raise AssertionError("files of another world size were accepted")
 

@@ -19,7 +19,7 @@ MPI_RANKS ?= 2
 .PHONY: env demo test test-all test-mpi lint clean help
 
 help:
-	@echo "make demo      train a small GPT natively and with compressed collectives, and compare"
+	@echo "make demo      train a small GPT natively and compressed, then by a dense optimizer and by SCAPE, and compare"
 	@echo "make test      lint and all tests that take seconds (make test-all: also the slow ones)"
 	@echo "make test-mpi  the tests that run under mpirun"
 	@echo "make clean     remove everything that was built or written here"

@@ -1,12 +1,12 @@
-"""Trains the same GPT three times (native, native again, zipped) and shows what changed: bytes, but no bit.
+"""Trains the same GPT natively, natively again and zipped, and shows what changed: bytes, but no bit. Then twice more, by the dense
+optimizer ScapeAdamS and by SCAPE, and shows losses and bytes. The runs: demo_runs.py.
 
     python examples/demo.py            # what `make demo` runs; report in runs/demo
     python examples/demo.py --quick    # a few steps only
 
-Exit status: 0 equal and compressed, 1 not (or a run failed), 2 wrong arguments.
+Exit status: 0 both verdicts are good (equal and compressed; SCAPE as promised), 1 not (or a run failed), 2 wrong arguments.
 """
 import argparse
-import json
 import os
 import re
 import signal
@@ -17,20 +17,20 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
+from demo_runs import RUNS, write_configs
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 EXAMPLES = Path(__file__).resolve().parent
-BASE_CONFIG = EXAMPLES.parent / "configs" / "zero3_demo.json"
-RUNS = ("native", "control", "zipped")
 STEP_LINE = re.compile(r"^step (\d+)/\d+ loss (\S+)")
 STALL_S = 600  # DeepSpeed's first start on a CPU compiles an operation of its own, which takes minutes
 LOG_TAIL_LINES = 30
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description="Native and zipped training of the same GPT, compared by bits.")
-    parser.add_argument("--steps", type=int, help="optimizer steps per run (default 100; with --quick 8)")
+    parser = argparse.ArgumentParser(description="Training of the same GPT, native and zipped, compared by bits; then dense and sparse.")
+    parser.add_argument("--steps", type=int,
+                        help="optimizer steps per run (default 100, with --quick 8); adams and scape take 3 times as many")
     parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine (default 2)")
     parser.add_argument("--data", help="file or folder of text (default: the Python standard library's sources)")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the report (default runs/demo)")
@@ -48,40 +48,19 @@ def parse_args():
     return args
 
 
-def collectives_setting(num_ranks):
-    """Beyond 2 ranks a zipped reduction is summed in rank order, which is not the native order: leave it native."""
-    if num_ranks == 2:
-        return "always"
-    return {"all_gather": "always", "reduce_scatter": "never"}
-
-
-def write_configs(out, num_ranks):
-    """One folder and ds_config.json per run; the zipped one has the zipccl section and nothing else changed."""
-    base = json.loads(BASE_CONFIG.read_text())
-    section = {"enabled": True, "collectives": collectives_setting(num_ranks), "min_bytes": 4096,
-               "log": str((out / "zipped" / "zipccl.jsonl").resolve())}
-    for name in RUNS:
-        folder = out / name
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in ("losses.json", "weights.pt", "zipccl.jsonl", "log.txt"):
-            (folder / old).unlink(missing_ok=True)  # so that no earlier run can be compared by mistake
-        config = base | ({"zipccl": section} if name == "zipped" else {})
-        (folder / "ds_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return section
-
-
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def launch_command(args, name):
-    folder = args.out / name
+def launch_command(args, spec):
+    folder = args.out / spec.name
     launcher = Path(sys.executable).parent / "deepspeed"
     command = [str(launcher)] if launcher.exists() else [sys.executable, "-m", "deepspeed.launcher.runner"]
     command += ["--num_gpus", str(args.ranks), "--master_port", str(free_port()), str(EXAMPLES / "train_gpt.py"),
-                "--deepspeed_config", str(folder / "ds_config.json"), "--out", str(folder), "--steps", str(args.steps)]
+                "--deepspeed_config", str(folder / "ds_config.json"), "--out", str(folder),
+                "--steps", str(args.steps * spec.length), *spec.arguments]
     return command + (["--data", args.data] if args.data else [])
 
 
@@ -98,11 +77,11 @@ def stale_lock_hint():
     return f" (if no build is running, remove the lock that an interrupted one left: {locks})" if locks else ""
 
 
-def run(args, name, env, on_step):
+def run(args, spec, env, on_step):
     """Runs one training to its end; on_step(step, loss) per step. Returns seconds; exits 1 with the log's tail."""
-    log_path, start = args.out / name / "log.txt", time.monotonic()
+    log_path, start = args.out / spec.name / "log.txt", time.monotonic()
     with log_path.open("w") as log:
-        process = subprocess.Popen(launch_command(args, name), stdout=log, stderr=subprocess.STDOUT, env=env,
+        process = subprocess.Popen(launch_command(args, spec), stdout=log, stderr=subprocess.STDOUT, env=env,
                                    start_new_session=True)
     problem = None
     try:
@@ -133,29 +112,30 @@ def run(args, name, env, on_step):
         problem = f"failed with exit status {process.returncode}"
     if problem:
         tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-        sys.exit(f"\nThe end of {log_path}:\n{tail}\n\ndemo: the {name} run {problem}; the end of its log is above.")
+        sys.exit(f"\nThe end of {log_path}:\n{tail}\n\ndemo: the {spec.name} run {problem}; the end of its log is above.")
     return time.monotonic() - start
 
 
 def run_all(args, env, console):
-    """The three runs, one after the other, with progress. Returns seconds per run."""
+    """All runs, one after the other, with progress. Returns seconds per run."""
     seconds = {}
     columns = (TextColumn("{task.fields[run]:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TextColumn("{task.description}"))
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        tasks = {name: progress.add_task("", total=args.steps, run=name, start=False) for name in RUNS}
-        for name in RUNS:
+        tasks = {spec.name: progress.add_task("", total=args.steps * spec.length, run=spec.name, start=False) for spec in RUNS}
+        for spec in RUNS:
+            name, num_steps = spec.name, args.steps * spec.length
             progress.start_task(tasks[name])
             progress.update(tasks[name], description="starting")
             if not console.is_terminal:
                 print(f"{name}: starting", flush=True)
 
-            def on_step(step, loss, name=name):
+            def on_step(step, loss, name=name, num_steps=num_steps):
                 progress.update(tasks[name], completed=step, description=f"loss {loss}")
-                if not console.is_terminal and (step % max(1, args.steps // 10) == 0 or step == args.steps):
-                    print(f"{name}: step {step}/{args.steps} loss {loss}", flush=True)
+                if not console.is_terminal and (step % max(1, num_steps // 10) == 0 or step == num_steps):
+                    print(f"{name}: step {step}/{num_steps} loss {loss}", flush=True)
 
-            seconds[name] = run(args, name, env, on_step)
+            seconds[name] = run(args, spec, env, on_step)
             progress.update(tasks[name], description=f"done in {seconds[name]:.0f} s")
             progress.stop_task(tasks[name])
     return seconds
@@ -167,8 +147,9 @@ def main():
     import torch
 
     on_gpu = os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" and torch.cuda.device_count() >= args.ranks
-    section = write_configs(args.out, args.ranks)
-    console.print(f"Three runs of {args.steps} steps on {args.ranks} ranks "
+    configs = write_configs(args.out, args.ranks, args.steps)
+    steps = {spec.name: args.steps * spec.length for spec in RUNS}
+    console.print(f"Runs on {args.ranks} ranks: {', '.join(f'{name} ({num} steps)' for name, num in steps.items())} "
                   f"({'NCCL' if on_gpu else 'gloo on the CPU'}), logs in {args.out}/*/log.txt", soft_wrap=True)
     if not on_gpu:
         console.print("The very first run on a machine takes minutes longer: DeepSpeed compiles an op of its own.",
@@ -177,8 +158,8 @@ def main():
         seconds = run_all(args, environment(on_gpu), console)
     except KeyboardInterrupt:
         sys.exit("demo: stopped")
-    setting = {"ranks": args.ranks, "steps": args.steps, "transport": "nccl" if on_gpu else "gloo", "zipccl": section,
-               "base_config": json.loads(BASE_CONFIG.read_text()), "data": args.data, "run_seconds": seconds,
+    setting = {"ranks": args.ranks, "steps": steps, "transport": "nccl" if on_gpu else "gloo", "configs": configs,
+               "data": args.data, "run_seconds": seconds,
                "command": " ".join(["python", *map(os.path.relpath, sys.argv[:1]), *sys.argv[1:]])}
     try:
         report = demo_report.make_report(args.out, setting)
@@ -187,7 +168,7 @@ def main():
     demo_report.print_tables(report, console)
     console.print(f"Report: {args.out / 'report.md'}, {args.out / 'report.json'}, {args.out / 'report.png'}",
                   soft_wrap=True)
-    sys.exit(0 if report["ok"] else 1)
+    sys.exit(0 if report["ok"] and report["scape"]["ok"] else 1)
 
 
 if __name__ == "__main__":

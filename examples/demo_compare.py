@@ -24,6 +24,7 @@ class Run:
     val_losses_hex: list
     step_times_s: list  # [step], rank 0
     weights: dict  # name -> CPU tensor
+    rank_digests: list  # [rank], of the weights that each rank holds
 
     @property
     def mean_losses(self):
@@ -54,12 +55,20 @@ def load_run(folder, name):
         record = json.loads((folder / "losses.json").read_text())
         weights = torch.load(folder / "weights.pt", map_location="cpu", weights_only=True)
         run = Run(name, record["losses"], record["losses_hex"], record["val_losses"], record["val_losses_hex"],
-                  record["step_times_s"], weights)
+                  record["step_times_s"], weights, record["weights_sha256"])
     except (OSError, ValueError, KeyError) as error:
         raise DemoError(f"{folder}: no complete result of the {name} run ({type(error).__name__}: {error})") from error
-    if not all(math.isfinite(x) for rank in run.losses for x in rank):
+    if not all(math.isfinite(x) for rank in [*run.losses, run.val_losses] for x in rank):
         raise DemoError(f"the {name} run diverged (a loss is not finite): there is nothing to compare")
     return run
+
+
+def load_masters(folder):
+    """The fp32 weights that the optimizer held at the end of a run, by name. DemoError when they are missing."""
+    try:
+        return torch.load(Path(folder) / "masters.pt", map_location="cpu", weights_only=True)
+    except (OSError, ValueError) as error:
+        raise DemoError(f"{folder}: the optimizer's weights are missing ({type(error).__name__}: {error})") from error
 
 
 def differences(left, right):

@@ -1,9 +1,10 @@
-"""The demo's verdict, tables and report files, made from the folders of its three runs."""
+"""The demo's verdicts, tables and report files, made from the folders of its runs."""
 import json
 import statistics
 from collections import Counter
 from pathlib import Path
 
+import demo_scape
 from demo_compare import DemoError, differences, load_run, spread
 from demo_plot import plot
 from rich import box
@@ -74,8 +75,9 @@ def judge(native, control, zipped):
 def make_report(out, setting):
     """Compares the runs under out; writes report.json, report.md, report.png there; returns the report (a dict).
 
-    setting: ranks, steps, transport, zipccl (the section), base_config, data, run_seconds, command.
-    report["ok"] is the demo's verdict. DemoError when a run's results are missing or not finite.
+    setting: ranks, steps ({run: number}), transport, configs ({run: its ds_config.json}), data, run_seconds, command.
+    report["ok"] is the verdict on native, control and zipped, report["scape"]["ok"] the one on the other two. DemoError when a run's
+    results are missing or not finite.
     """
     out = Path(out)
     runs = [load_run(out / name, name) for name in ("native", "control", "zipped")]
@@ -84,12 +86,17 @@ def make_report(out, setting):
     problem = _compression_problem(steps, ops)
     if problem:
         ok, verdict = False, [f"FAILED: {problem}.", *verdict]
+    scape = demo_scape.load(out, setting)
+    scape_ok, scape_verdict = demo_scape.judge(scape)
+    everyone = [*runs, scape.adams, scape.scape]
     report = {"meta": _meta(setting, runs[0]), "ok": ok, "bit_equal": bit_equal, "verdict": verdict,
-              "losses_sha256": {r.name: r.losses_sha256 for r in runs},
-              "weights_sha256": {r.name: r.weights_sha256 for r in runs},
-              "rows": _run_rows(runs, setting, steps) + _op_rows(ops, setting, len(steps)),
-              "notes": _notes(setting, runs, steps)}
-    plot(out / "report.png", runs, steps, setting, report)
+              "losses_sha256": {r.name: r.losses_sha256 for r in everyone},
+              "weights_sha256": {r.name: r.weights_sha256 for r in everyone},
+              "rows": _run_rows(everyone, setting, steps) + _op_rows(ops, setting, len(steps)),
+              "notes": _notes(setting, runs, steps),
+              "scape": {"ok": scape_ok, "verdict": scape_verdict, "rows": demo_scape.byte_rows(scape), "notes": demo_scape.notes(scape),
+                        "val_loss_gap": scape.scape.val_loss - scape.adams.val_loss}}
+    plot(out / "report.png", runs, steps, setting, report, scape)
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     (out / "report.md").write_text(_markdown(report))
     return report
@@ -105,7 +112,9 @@ def _run_rows(runs, setting, steps):
     rows = []
     for run in runs:
         row = {"op": "step", "run": run.name, "path": "zipped" if run.name == "zipped" else "native",
-               "ranks": setting["ranks"], "transport": setting["transport"],
+               "ranks": setting["ranks"], "transport": setting["transport"], "steps": len(run.mean_losses),
+               "optimizer": setting["configs"][run.name]["optimizer"]["type"],
+               "zero_stage": setting["configs"][run.name]["zero_optimization"]["stage"],
                "time_us": 1e6 * _median_step_s(run), "first_loss": run.mean_losses[0],
                "last_loss": run.mean_losses[-1], "val_loss": run.val_loss,
                "wall_s": setting["run_seconds"].get(run.name)}
@@ -146,29 +155,29 @@ def _remarks(row):
 
 def _notes(setting, runs, steps):
     native, control, zipped = map(_median_step_s, runs)
-    pinned = setting["zipccl"]["collectives"]
+    pinned = setting["configs"]["zipped"]["zipccl"]["collectives"]
     notes = [f"`collectives` is pinned to `{pinned if isinstance(pinned, str) else json.dumps(pinned)}` here, so that "
              "the demo compresses on any link: within one machine the link is fast, and native may well be as fast or "
              "faster. Left alone (`adaptive`), ZipScape compresses only where its measurements say that it pays."]
     if not isinstance(pinned, str):
         notes.append("Beyond 2 ranks a zipped reduction is the documented rank-order sum, not the native order; "
                      "reductions stay native in this run so that its bits can be compared.")
-    notes += [f"This is a short run ({setting['steps']} steps of a small model): it shows that the bits stay the same, "
+    notes += [f"This is a short run ({setting['steps']['zipped']} steps of a small model): it shows that the bits stay the same, "
               "not what a long training gains. The ratio is that of this run's tensors; others have their own.",
               f"Median step on this machine and link: native {native:.3f} s, native again {control:.3f} s, "
               f"zipped {zipped:.3f} s. Two native runs differ by {max(native, control) / min(native, control) - 1:.0%} "
               "themselves; one short run each is no benchmark, and no speed-up is claimed from it.",
               "Bytes are those that rank 0 sends in the zipped run, frame headers and flags included; "
               "calls that went native count the same in both columns. Step 1 carries DeepSpeed's start-up too."]
-    if len(steps) != setting["steps"]:
-        notes.append(f"The log has {len(steps)} rows for {setting['steps']} steps.")
+    if len(steps) != setting["steps"]["zipped"]:
+        notes.append(f"The log has {len(steps)} rows for {setting['steps']['zipped']} steps.")
     return notes
 
 
 def _runs_table(report):
-    header = ["run", "first loss", "last", "validation", "step time", "losses", "parameters"]
-    rows = [[r["run"], f"{r['first_loss']:.4f}", f"{r['last_loss']:.4f}", f"{r['val_loss']:.4f}",
-             f"{r['time_us'] / 1e6:.3f} s", report["losses_sha256"][r["run"]][:8],
+    header = ["run", "steps", "first", "last", "validation", "s/step", "losses", "weights"]
+    rows = [[r["run"], str(r["steps"]), f"{r['first_loss']:.4f}", f"{r['last_loss']:.4f}", f"{r['val_loss']:.4f}",
+             f"{r['time_us'] / 1e6:.3f}", report["losses_sha256"][r["run"]][:8],
              report["weights_sha256"][r["run"]][:8]] for r in report["rows"] if r["op"] == "step"]
     return header, rows
 
@@ -187,8 +196,14 @@ def _megabytes(row):
 
 
 def _tables(report):
-    yield "Runs (median step time; first digits of the sha256 of losses and parameters)", *_runs_table(report)
+    kinds = {}
+    for row in report["rows"]:
+        if row["op"] == "step":
+            kinds.setdefault(f"{row['optimizer']}, ZeRO-{row['zero_stage']}", []).append(row["run"])
+    kinds = "; ".join(f"{', '.join(names)}: {kind}" for kind, names in kinds.items())
+    yield f"Runs ({kinds}): losses, median time of a step, first digits of the sha256 of losses and weights", *_runs_table(report)
     yield "Collectives of the zipped run (rank 0: calls in the run, MB per step)", *_ops_table(report)
+    yield "SCAPE beside dense ZeRO-1 (MB that rank 0 sends per step)", *demo_scape.table(report["scape"]["rows"])
 
 
 def print_tables(report, console):
@@ -206,30 +221,38 @@ def print_tables(report, console):
             if len(row) > num_columns and row[-1]:
                 console.print(f"{row[0]}: {row[-1]}", highlight=False, markup=False)
     console.print()
-    for note in report["notes"]:
+    for note in [*report["notes"], *report["scape"]["notes"]]:
         console.print(f"- {note}", highlight=False, markup=False)
-    console.print()
-    for line in report["verdict"]:
-        console.print(line, style="green" if report["ok"] else "bold red", highlight=False, markup=False)
+    for part in (report, report["scape"]):
+        console.print()
+        for line in part["verdict"]:
+            console.print(line, style="green" if part["ok"] else "bold red", highlight=False, markup=False)
+
+
+def _without_log(section):
+    return json.dumps({key: value for key, value in section.items() if key != "log"})
 
 
 def _markdown(report):
     meta, machine = report["meta"], report["meta"]["machine"]
-    headline, *details = report["verdict"]
-    lines = ["# ZipScape demo", "", f"**{headline}**", "", *[f"- {line}" for line in details], *[""] * bool(details)]
+    lines = ["# ZipScape demo", ""]
+    for part in (report, report["scape"]):
+        headline, *details = part["verdict"]
+        lines += [f"**{headline}**", "", *[f"- {line}" for line in details], *[""] * bool(details)]
     for title, header, rows in _tables(report):
         lines += [f"## {title}", "", "| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
         lines += ["| " + " | ".join(row) + " |" for row in rows] + [""]
     lines += ["![loss curves, and bytes per step](report.png)", "", "## How to read it", ""]
-    lines += [f"- {note}" for note in report["notes"]]
+    lines += [f"- {note}" for note in [*report["notes"], *report["scape"]["notes"]]]
     lines += ["", "## Conditions", "",
-              f"- {meta['ranks']} ranks over {meta['transport']}, {meta['steps']} steps, "
+              f"- {meta['ranks']} ranks over {meta['transport']}, "
               f"{meta['num_parameters'] / 1e6:.2f} M parameters in {meta['num_tensors']} tensors",
               f"- machine: {machine['cpu']}; GPUs: {', '.join(machine['gpus']) or 'none'}; {machine['system']}",
               f"- versions: {', '.join(f'{k} {v}' for k, v in meta['versions'].items() if v)}",
               f"- text: {meta['data'] or 'the Python standard library sources of this machine'}",
               f"- command: `{meta['command']}`, {meta['date']}",
-              f"- zipccl section: `{json.dumps({k: v for k, v in meta['zipccl'].items() if k != 'log'})}`", "",
+              f"- zipccl section of the zipped run: `{_without_log(meta['configs']['zipped']['zipccl'])}`",
+              f"- optimizer of the scape run: `{_without_log(meta['configs']['scape']['optimizer']['params'])}`", "",
               "## sha256", ""]
     lines += [f"- {what} {name}: `{digest}`" for what in ("losses", "weights")
               for name, digest in report[f"{what}_sha256"].items()]

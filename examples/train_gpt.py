@@ -5,9 +5,11 @@
     mpirun -n 2 python train_gpt.py --deepspeed_config ds_config.json
 
 Writes to --out: losses.json (every rank's loss per step, exact as hex floats; step times) and weights.pt
-(the full weights in the training dtype). The loss of a step is the mean over its micro batches, per rank.
+(the full weights in the training dtype); with --masters also masters.pt (the optimizer's fp32 weights, ZeRO 1 and 2).
+The loss of a step is the mean over its micro batches, per rank.
 """
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -21,6 +23,7 @@ import deepspeed
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_fp32_param
 from gpt import GPT
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -39,6 +42,7 @@ def parse_args():
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--untied", action="store_true", help="give the head weights of its own")
+    parser.add_argument("--masters", action="store_true", help="also write the optimizer's fp32 weights (ZeRO 1 and 2)")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     return deepspeed.add_config_arguments(parser).parse_args()
 
@@ -89,6 +93,14 @@ def gather_weights(model):
     return weights
 
 
+def digest(weights):
+    """sha256 over names and bytes: ranks that hold the same weights have the same."""
+    sha = hashlib.sha256()
+    for name, weight in sorted(weights.items()):
+        sha.update(name.encode() + weight.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
 def main():
     args = parse_args()
     deepspeed.init_distributed(verbose=False)
@@ -125,16 +137,24 @@ def main():
     per_rank = [None] * world_size
     dist.all_gather_object(per_rank, {"losses": losses, "val_loss": val_loss})
     weights = gather_weights(model)
+    digests = [None] * world_size
+    dist.all_gather_object(digests, digest(weights))
+    masters = {}
+    if args.masters:
+        masters = {name: safe_get_full_fp32_param(parameter).cpu() for name, parameter in model.named_parameters()}
     if rank == 0:
         print(f"validation loss {sum(r['val_loss'] for r in per_rank) / world_size:.4f} (mean over ranks)", flush=True)
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)
             torch.save(weights, args.out / "weights.pt")
+            if masters:
+                torch.save(masters, args.out / "masters.pt")
             record = {"losses": [r["losses"] for r in per_rank],
                       "losses_hex": [[x.hex() for x in r["losses"]] for r in per_rank],
                       "val_losses": [r["val_loss"] for r in per_rank],
                       "val_losses_hex": [r["val_loss"].hex() for r in per_rank],
-                      "step_times_s": times, "num_parameters": sum(w.numel() for w in weights.values())}
+                      "weights_sha256": digests, "step_times_s": times,
+                      "num_parameters": sum(w.numel() for w in weights.values())}
             (args.out / "losses.json").write_text(json.dumps(record, indent=1) + "\n")
     dist.barrier()
     dist.destroy_process_group()

@@ -1,18 +1,13 @@
 """The demo's comparison, on run folders made by hand: it must see a single flipped bit, and name it."""
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from tests.train.demo_folders import setting, write_lines, write_run, write_scape_runs
 
 pytest.importorskip("matplotlib")
 import demo_report
-
-SETTING = {"ranks": 2, "steps": 3, "transport": "gloo", "base_config": {}, "data": None, "run_seconds": {},
-           "zipccl": {"enabled": True, "collectives": "always", "min_bytes": 4096, "log": "x"}, "command": "demo"}
 
 
 def log_row(step, raw=1000, wire=700, zipped=4, native=1):
@@ -21,22 +16,13 @@ def log_row(step, raw=1000, wire=700, zipped=4, native=1):
     return {"step": step, "time_s": 0.1, "ops": {"all_gather_into_tensor": counts}}
 
 
-def write_run(folder, losses, weights):
-    folder.mkdir(parents=True)
-    val_losses = [rank[-1] for rank in losses]
-    record = {"losses": losses, "losses_hex": [[x.hex() for x in rank] for rank in losses], "val_losses": val_losses,
-              "val_losses_hex": [x.hex() for x in val_losses], "step_times_s": [0.5, 0.1, 0.1]}
-    (folder / "losses.json").write_text(json.dumps(record))
-    torch.save(weights, folder / "weights.pt")
-
-
 def write_log(out, rows):
-    (out / "zipped" / "zipccl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(out / "zipped" / "zipccl.jsonl", rows)
 
 
 @pytest.fixture
 def runs(tmp_path):
-    """Changes to losses or weights of a run, by name -> the folder of three runs that are equal but for them."""
+    """Changes to losses or weights of a run, by name -> the folder of three runs that are equal but for them, and two good SCAPE runs."""
     def build(**changes):
         for name in ("native", "control", "zipped"):
             losses = [[3.0, 2.5, 2.0], [3.1, 2.6, 2.1]]
@@ -45,6 +31,7 @@ def runs(tmp_path):
             changes.get(name, lambda *_: None)(losses, weights)
             write_run(tmp_path / name, losses, weights)
         write_log(tmp_path, [log_row(step) for step in (1, 2, 3)])
+        write_scape_runs(tmp_path)
         return tmp_path
     return build
 
@@ -58,15 +45,19 @@ def change_losses(losses, weights):
     losses[0][2] += 1.0
 
 
+def make_report(out):
+    return demo_report.make_report(out, setting(out / "configs"))
+
+
 def text_of(report):
     return "\n".join(report["verdict"])
 
 
 def test_equal_runs_pass_and_all_files_are_written(runs):
     out = runs()
-    report = demo_report.make_report(out, SETTING)
+    report = make_report(out)
     assert report["ok"] and report["bit_equal"]
-    assert len(set(report["losses_sha256"].values())) == len(set(report["weights_sha256"].values())) == 1
+    assert all(len({report[kind][run] for run in ("native", "control", "zipped")}) == 1 for kind in ("losses_sha256", "weights_sha256"))
     assert json.loads((out / "report.json").read_text()) == report
     op = next(row for row in report["rows"] if row["op"] == "all_gather_into_tensor")
     assert (op["bytes"], op["wire_bytes"], op["native_reasons"]) == (1000, 700, {"below min_bytes": 3})
@@ -76,8 +67,21 @@ def test_equal_runs_pass_and_all_files_are_written(runs):
     assert "bit-equal" in markdown and "pinned to `always`" in markdown and "short run" in markdown
 
 
+def test_the_verdicts_are_two(runs):
+    """Each stands for its own runs; both are in the report."""
+    out = runs()
+    write_lines(out / "scape" / "scape.jsonl", [])
+    report = make_report(out)
+    assert report["ok"] and not report["scape"]["ok"] and len(report["scape"]["rows"]) == 2
+    markdown = (out / "report.md").read_text()
+    assert f"**{report['verdict'][0]}**" in markdown and f"**{report['scape']['verdict'][0]}**" in markdown and "FAILED" in markdown
+    report = make_report(runs(zipped=flip_bit))
+    assert not report["ok"] and report["scape"]["ok"]
+    assert [row["run"] for row in report["rows"] if row["op"] == "step"] == ["native", "control", "zipped", "adams", "scape"]
+
+
 def test_one_flipped_bit_is_named(runs):
-    report = demo_report.make_report(runs(zipped=flip_bit), SETTING)
+    report = make_report(runs(zipped=flip_bit))
     assert not report["ok"] and not report["bit_equal"]
     assert "embedding.weight[2, 1] (bfloat16): native 0x4110 (9), zipped 0x4111 (9.0625)" in text_of(report)
     assert "1 of its 12 elements differ" in text_of(report) and "first difference at step" not in text_of(report)
@@ -89,12 +93,12 @@ def test_signed_zero_and_nan_payload_count_as_differences(runs):
     def negative_zero(losses, weights):
         weights["embedding.weight"][0, 0] = -0.0
 
-    report = demo_report.make_report(runs(zipped=negative_zero), SETTING)
+    report = make_report(runs(zipped=negative_zero))
     assert "embedding.weight[0, 0] (bfloat16): native 0x0000 (0), zipped 0x8000 (-0)" in text_of(report)
 
 
 def test_first_differing_loss_is_named_even_one_ulp_away(runs):
-    report = demo_report.make_report(runs(zipped=change_losses), SETTING)
+    report = make_report(runs(zipped=change_losses))
     assert not report["ok"]
     assert f"first difference at step 2, rank 1: native {2.6.hex()} " in text_of(report)
     assert "2 values differ" in text_of(report)
@@ -104,7 +108,7 @@ def test_difference_in_a_scalar_or_in_dtype_is_named(runs):
     def other(losses, weights):
         weights["scale"] = torch.tensor(0.5, dtype=torch.bfloat16)
 
-    report = demo_report.make_report(runs(zipped=other), SETTING)
+    report = make_report(runs(zipped=other))
     assert not report["ok"] and "parameter scale: native torch.float32 ()" in text_of(report)
 
 
@@ -115,7 +119,7 @@ def test_control_that_differs_is_said_and_sets_the_spread(runs):
             weights["norm.weight"] += size
         return change
 
-    report = demo_report.make_report(runs(control=noise(0.25), zipped=noise(0.5)), SETTING)
+    report = make_report(runs(control=noise(0.25), zipped=noise(0.5)))
     assert report["ok"] and not report["bit_equal"]
     assert "does not repeat itself" in text_of(report) and ": within 3 times the spread" in text_of(report)
 
@@ -124,7 +128,7 @@ def test_zipped_run_outside_the_control_spread_fails(runs):
     def control(losses, weights):
         losses[0][0] += 0.01
 
-    report = demo_report.make_report(runs(control=control, zipped=flip_bit), SETTING)
+    report = make_report(runs(control=control, zipped=flip_bit))
     assert not report["ok"] and "NOT within 3 times" in text_of(report)
 
 
@@ -136,17 +140,17 @@ def test_zipped_run_outside_the_control_spread_fails(runs):
 def test_nothing_compressed_is_a_failure(runs, rows, why):
     out = runs()
     write_log(out, rows)
-    report = demo_report.make_report(out, SETTING)
+    report = make_report(out)
     assert not report["ok"] and "nothing was compressed" in report["verdict"][0] and why in report["verdict"][0]
 
 
 def test_missing_log_missing_run_and_divergence_are_errors(runs):
     out = runs(control=lambda losses, _: losses[0].__setitem__(0, float("nan")))
     with pytest.raises(demo_report.DemoError, match="control run diverged"):
-        demo_report.make_report(out, SETTING)
+        make_report(out)
     (out / "control" / "losses.json").unlink()
     with pytest.raises(demo_report.DemoError, match="no complete result of the control run"):
-        demo_report.make_report(out, SETTING)
+        make_report(out)
     with pytest.raises(demo_report.DemoError, match="nothing was compressed"):
         demo_report.read_traffic(out / "no.jsonl")
     (out / "bad.jsonl").write_text('{"step": 1}\n')

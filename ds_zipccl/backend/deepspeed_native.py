@@ -79,30 +79,3 @@ class NativeCollectives:
     def broadcast_object_list(self, object_list, src, group=None, device=None):
         self._zipccl_count("broadcast_object_list", group)
         return super().broadcast_object_list(object_list, src, group=group, device=device)
-
-    # Point to point: not counted, but a rank that waits here must not leave a call of others unfinished.
-
-    @disable_compiler_collective
-    def send(self, tensor, dst, group=None, tag=0):
-        self.zipccl.complete_in_background()
-        return super().send(tensor, dst, group=group, tag=tag)
-
-    @disable_compiler_collective
-    def recv(self, tensor, src=None, group=None, tag=0):
-        self.zipccl.complete_in_background()
-        return super().recv(tensor, src=src, group=group, tag=tag)
-
-    @disable_compiler_collective
-    def isend(self, tensor, dst, group=None, tag=0):
-        self.zipccl.complete_in_background()
-        return super().isend(tensor, dst, group=group, tag=tag)
-
-    @disable_compiler_collective
-    def irecv(self, tensor, src=None, group=None, tag=0):
-        self.zipccl.complete_in_background()
-        return super().irecv(tensor, src=src, group=group, tag=tag)
-
-    @disable_compiler_collective
-    def batch_isend_irecv(self, p2p_op_list):
-        self.zipccl.complete_in_background()
-        return super().batch_isend_irecv(p2p_op_list)

@@ -64,7 +64,7 @@ class ZipProcessGroup(ProcessGroup):
             work, rank = None, self.rank()
             num_bytes = asked.num_bytes and (lambda world: asked.num_bytes(rank, world))
             front.count_native(self._zipccl, asked.op, self._inner, num_bytes)
-        return getattr(self._inner, method)(*args, **kwargs) if work is None else torch_session.launched(work)
+        return getattr(self._inner, method)(*args, **kwargs) if work is None else work
 
     def _call(self, asked: torch_calls.Asked) -> Call | None:
         output, data = asked.output, asked.input
@@ -75,7 +75,6 @@ class ZipProcessGroup(ProcessGroup):
 
     def _forward(self, method: str, *args, **kwargs) -> dist.Work:
         """Point to point: nothing to compress, and not every rank takes part, so nothing may be settled here."""
-        torch_session.complete_in_background()
         return getattr(self._inner, method)(*args, **kwargs)
 
     def _start_coalescing(self, device):

@@ -2,11 +2,9 @@
 
 It begins with the first such group and ends with the last: whoever initializes anew may do so with other settings.
 """
-import itertools
 import json
 import logging
 import os
-import weakref
 from pathlib import Path
 
 import torch
@@ -26,8 +24,6 @@ VARIABLE = "ZIPCCL_CONFIG"
 _configured: ZipcclConfig | None = None         # by the script; wins over the environment
 _current: "_Session | None" = None
 _stats = Stats()                                # of the current session, or of the last one
-_launched: "weakref.WeakValueDictionary[int, dist.Work]" = weakref.WeakValueDictionary()      # zipped calls whose handle somebody holds
-_numbers = itertools.count()
 
 
 def configure(**fields) -> None:
@@ -152,23 +148,6 @@ def leave(group: dist.ProcessGroup | None) -> None:
         if session.num_groups == 0:
             _current = None
             session.close()
-
-
-def launched(work: dist.Work) -> dist.Work:
-    """Remembers a zipped call until its handle is dropped or it is handed over."""
-    _launched[next(_numbers)] = work
-    return work
-
-
-def complete_in_background() -> None:
-    """Before this rank may wait for one rank alone (point to point): that rank may first wait for a call of any group that is in flight
-    here too, and if its data overflowed, this rank has to send again. A thread of the group's then does so."""
-    while _launched:
-        try:
-            _, work = _launched.popitem()
-        except KeyError:            # dropped meanwhile
-            return
-        work.get_future()
 
 
 def _agree(options, config: ZipcclConfig, error: ZipScapeError | None) -> None:

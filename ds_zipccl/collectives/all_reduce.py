@@ -45,7 +45,7 @@ class _Reduction:
         self._numel = _part_numel(call)
         self._capacity, self._sums_capacity = (launch.capacity(name, call.dtype, self._numel, FIRST_SPILL)
                                                for name in (call.op, f"{call.op}, sums"))
-        self._frames = self._raw = None                # of the sums
+        self._raw = None                               # of the sums
 
     def start(self) -> Started | str:
         call, launch = self._call, self._launch
@@ -57,11 +57,12 @@ class _Reduction:
         self._sums = torch.empty(self._numel, dtype=call.dtype, device=call.device)
         sent, self._received = (launch.take_frames(self._codec, call.world_size) for _ in range(2))
         launch.encode(self._codec, self._parts, sent, skip=call.rank)
+        self._frames = launch.take_frames(self._sums_codec, call.world_size)
         self._payload_work = all_to_all_bytes(self._received.view(-1), sent.view(-1), call.group)
         words, status_work = everyones_words(call, launch)
         frame_bytes = self._codec.frame_bytes + self._sums_codec.frame_bytes
         return Started(words, status_work, self._payload_work, self._on_words, self._finish, self._spec.raw_bytes(call),
-                       (frame_bytes + 2 * STATUS_BYTES) * (call.world_size - 1))
+                       (frame_bytes + 2 * STATUS_BYTES) * (call.world_size - 1), two_phases=True)
 
     def _on_words(self, words: list[int]) -> int | None:
         call, launch = self._call, self._launch
@@ -77,7 +78,6 @@ class _Reduction:
                 failure = error
         launch.keep(self._parts, self._sums)
         launch.status = torch.full_like(launch.status, 0 if failure is None else FAILED)
-        self._frames = launch.take_frames(self._sums_codec, call.world_size)
         own = self._frames[call.rank]
         if failure is None:
             try:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ds_zipccl.collectives import switch
 from ds_zipccl.collectives.capacity import Capacity
-from ds_zipccl.collectives.completer import Completer
+from ds_zipccl.collectives.completer import WATCH, Completer
 from ds_zipccl.collectives.transport import SideChannel
 from ds_zipccl.collectives.windows import Windows
 from ds_zipccl.collectives.work import Pending
@@ -35,7 +35,8 @@ class GroupState:
         self.num_asked, self.answers = 0, None          # all-to-alls before the switch knows pieces that could be zipped
         self._pairs_connected = False
         self._in_flight: list[Pending] = []        # in launch order
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()              # nobody holds it while he waits for another rank's launch
+        WATCH.add(self)
 
     @functools.cached_property
     def bulk(self) -> SideChannel:
@@ -52,6 +53,11 @@ class GroupState:
     @functools.cached_property
     def status_stream(self) -> torch.cuda.Stream | None:
         """On which the host waits for status words; None on a CPU."""
+        return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+    @functools.cached_property
+    def resend_stream(self) -> torch.cuda.Stream | None:
+        """On which what a settled call needs is queued, in launch order on every rank; None on a CPU."""
         return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def capacity(self, op: str, dtype: torch.dtype, row_numel: int, first_spill: float) -> Capacity:
@@ -90,47 +96,68 @@ class GroupState:
     def add(self, pending: Pending) -> None:
         with self._lock:
             self._in_flight.append(pending)
+        WATCH.wake()
 
     def settle(self) -> None:
         """Settles every call in flight: before the next call of the group, zipped or native, so that capacities and
         resends are in the same order on every rank and no rank sits in a later collective while another waits for its
         resend. Calls whose handle was dropped are completed here, since nobody else will."""
-        with self._lock:
-            try:
-                for pending in self._in_flight:
-                    pending.settle()
-                    if pending.abandoned:
-                        self._finish_for_nobody(pending)
-            finally:
-                self._forget_finished()
+        try:
+            for pending in tuple(self._in_flight):
+                self._settle(pending)
+                if pending.abandoned:
+                    self._finish_for_nobody(pending)
+        finally:
+            self._forget_finished()
 
-    @staticmethod
-    def _finish_for_nobody(pending: Pending) -> None:
+    def _settle(self, pending: Pending) -> None:
+        """The calls launched before it must be settled."""
+        pending.await_words()
+        with self._lock:
+            pending.settle()
+
+    def _finish_for_nobody(self, pending: Pending) -> None:
         """A failure belongs to the call's own handle, which is gone; the call that settles it must go on, as on the other ranks."""
         try:
-            pending.finish()
+            with self._lock:
+                pending.finish()
         except ZipScapeError:
             log.exception("a call whose handle was dropped failed")
 
     def complete(self, pending: Pending) -> None:
         """Settles the calls launched before ``pending``, strictly in launch order, and finishes it."""
-        with self._lock:
-            try:
-                for earlier in self._in_flight:
-                    earlier.settle()
-                    if earlier is pending:
-                        break
+        try:
+            for earlier in tuple(self._in_flight):
+                if pending.finished:            # by another thread
+                    return
+                self._settle(earlier)
+                if earlier is pending:
+                    break
+            with self._lock:
                 pending.finish()
-            finally:
-                self._forget_finished()
+        finally:
+            self._forget_finished()
 
-    def complete_in_background(self) -> None:
-        """Hands the calls in flight that are not settled to the group's thread."""
-        with self._lock:
-            works = [pending.handle() for pending in self._in_flight if not pending.settled and pending.handle is not None]
-        for work in works:
-            if work is not None:
-                work.get_future()
+    def push_on(self) -> bool:
+        """Has the group's thread settle what has had its status words since the last look, and nobody has settled. Returns whether there
+        are calls that are not settled. Never waits."""
+        pending = next((pending for pending in tuple(self._in_flight) if not pending.settled), None)
+        if pending is None:
+            return False
+        if pending.num_looks == 0 or pending.num_looks == 1 and pending.has_words():
+            pending.num_looks += 1
+            if pending.num_looks == 2:
+                self.completer.run(self._settle_what_has_words)
+        return True
+
+    def _settle_what_has_words(self) -> None:
+        try:
+            for pending in tuple(self._in_flight):
+                if not pending.has_words():
+                    break
+                self._settle(pending)
+        except Exception:                       # whoever waits for the call gets it too
+            log.debug("a call in flight could not be settled", exc_info=True)
 
     def close(self) -> None:
         """Completes every call in flight and ends the side channel, whatever fails; then raises the first failure."""
@@ -150,4 +177,5 @@ class GroupState:
             raise failures[0]
 
     def _forget_finished(self) -> None:
-        self._in_flight = [pending for pending in self._in_flight if not pending.finished]
+        with self._lock:
+            self._in_flight = [pending for pending in self._in_flight if not pending.finished]

@@ -25,7 +25,8 @@ class Started:
     ``words`` int32: the status words this rank waits for, ``status_work`` fills them. ``on_words(words)`` is called once they are known,
     in launch order: it keeps the capacities, sends again what overflowed and returns the bytes this rank sent again (None: nothing
     overflowed).
-    ``finish()`` fills the output (or what of it a resend has not filled) after ``payload_work``.
+    ``finish()`` fills the output (or what of it a resend has not filled) after ``payload_work``. ``two_phases``: ``on_words`` always
+    communicates, not after an overflow alone.
     """
     words: torch.Tensor
     status_work: dist.Work
@@ -34,6 +35,7 @@ class Started:
     finish: Callable[[], None]
     raw_bytes: int
     wire_bytes: int
+    two_phases: bool = False
 
 
 class Launch:

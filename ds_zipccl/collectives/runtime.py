@@ -103,13 +103,6 @@ class Runtime:
             if state.group is group:
                 state.settle()
 
-    def complete_in_background(self) -> None:
-        """Before this rank may wait for one rank alone (point to point): that rank may first wait for a call that is in flight here too, of
-        which this rank's part is not done (an overflow, an all_reduce's second phase). A thread of each group's then does it."""
-        for states in self._groups.values():
-            for state in states.values():
-                state.complete_in_background()
-
     def close(self, group: dist.ProcessGroup | None = None) -> None:
         """Completes what is in flight on ``group`` (None: on all) and drops its communicators, whatever fails; then
         raises the first failure. All ranks of the group at the same point."""
@@ -226,7 +219,7 @@ class Runtime:
 
         return Pending(words=started.words, status_work=started.status_work, payload_work=started.payload_work,
                        finish=keep_tensors(started.finish), on_words=keep_tensors(started.on_words), release=launch.release,
-                       outputs=outputs, status_stream=state.status_stream)
+                       outputs=outputs, two_phases=started.two_phases, streams_of=state)
 
     def _run_to_end(self, spec: CollectiveSpec, call: Call, state: GroupState) -> bool:
         """A zipped call that is not counted and leaves no trace in the capacities, for probes; False where it is none."""

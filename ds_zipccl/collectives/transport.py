@@ -96,7 +96,8 @@ def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 class SideChannel:
     """A communicator of its own over the ranks of ``group``, made from the group's store: no global state, no torch
-    group.
+    group. On a CPU ranks connect at their first message: making one waits for nobody, so ranks may come to their groups in different
+    orders.
 
     Agreements go through one so that they neither wait behind payloads nor disturb their order; resends after an overflow through
     another, so that they cannot mix with calls on the group that do not pass through this library. Every rank of the group must construct
@@ -106,7 +107,9 @@ class SideChannel:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, purpose: str = "side"):
         rank, size = group.rank(), group.size()
         self._rank, self._device = rank, device
-        store, prefix = group.get_group_store(), f"zipccl/{purpose}/{device.type}/{group.group_name}"
+        # A connection of its own to the store: one that waits for another rank's address keeps all other threads from it.
+        store = getattr(group.get_group_store(), "clone", group.get_group_store)()
+        prefix = f"zipccl/{purpose}/{device.type}/{group.group_name}"
         # No key of the store is used twice. The store counts, not the process: a later group of the same name may have other ranks.
         generation = (store.add(f"{prefix}/arrivals", 1) - 1) // size
         store = dist.PrefixStore(f"{prefix}/{generation}", store)
@@ -115,7 +118,9 @@ class SideChannel:
             options._timeout = _timeout(group, device)
             self._backend = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
-            self._backend = dist.ProcessGroupGloo(store, rank, size, _timeout(group, device))
+            options = dist.ProcessGroupGloo._Options()
+            options._devices, options._timeout = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)], _timeout(group, device)
+            self._backend = dist.ProcessGroupGloo(store, rank, size, options)
         self._size, self._tags, self._idle = size, {}, None
 
     def connect(self) -> None:

@@ -5,43 +5,62 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ds_zipccl.codec.format import OVERFLOW_BIT
 from ds_zipccl.collectives import streams
 from zipscape.errors import ZipScapeError
 
 
 class Pending:
-    """A zipped call in flight on one group. Owned by the group's queue; at most one thread works on it at a time.
+    """A zipped call in flight on one group. Owned by the group's queue; ``settle`` and ``finish`` are one thread's at a time.
 
     Life: launched -> settled (the status words are known; what overflowed has been sent again) -> finished (output
     filled, or failed for good: ``failure`` is then what every wait raises).
     """
 
     def __init__(self, *, words: torch.Tensor, status_work: dist.Work, payload_work: dist.Work, finish, on_words, release,
-                 outputs: tuple[torch.Tensor, ...] = (), status_stream: "torch.cuda.Stream | None" = None):
-        """``on_words``, ``finish``: see ``launch.Started``. ``release``: gives the buffers back. ``status_stream``: a GPU stream of the
-        group's own, on which the status words are waited for."""
+                 outputs: tuple[torch.Tensor, ...] = (), two_phases: bool = False, streams_of=None):
+        """``on_words``, ``finish``, ``two_phases``: see ``launch.Started``. ``release``: gives the buffers back. ``streams_of``: the
+        group's state, whose GPU streams ``status_stream`` (on which status words are waited for) and ``resend_stream`` are used."""
         self._words, self._status_work, self._payload_work = words, status_work, payload_work
-        self._status_stream = status_stream
+        self._streams_of, self._two_phases = streams_of, two_phases
+        self._seen: list[int] | None = None
         self._finish, self._on_words, self._release = finish, on_words, release
         self.outputs = outputs
         self.settled = self.finished = False
         self.failure: BaseException | None = None
         self._queued = None           # GPU: the stream on which something was queued last for this call
         self.handle = None            # weak reference to the caller's Work
+        self.num_looks = 0            # of the watch, while nobody settled it
+
+    def await_words(self) -> list[int]:
+        """The ranks' status words: waits for encode plus one small message, never for the payload. Any number of threads at once."""
+        if self._seen is None:
+            # On a stream of its own, so that the host waits for the words alone and not for payloads queued before them.
+            with streams.On(self._streams_of and self._streams_of.status_stream):
+                self._status_work.wait()
+                self._seen = self._words.tolist()
+        return self._seen
+
+    def has_words(self) -> bool:
+        """``await_words`` would not wait."""
+        return self._seen is not None or self._status_work.is_completed()
 
     def settle(self) -> None:
-        """Waits for the ranks' status words (encode plus one small message, never the payload; an all_reduce: also its first phase);
-        sends again after an overflow."""
+        """After ``await_words`` (an all_reduce: and its first phase), sends again what overflowed.
+
+        On a GPU on a stream that waits for nothing of the caller's, who may have made his wait for what other ranks send only after this.
+        That the words are here means that the stream of the launch has passed it.
+        """
         if self.settled:
             return
-        # On a stream of its own, so that the host waits for the words alone and not for payloads queued before them.
-        with streams.On(self._status_stream):
-            self._status_work.wait()
-            words = self._words.tolist()
+        words = self.await_words()
         self.settled = True
+        acts = self._two_phases or any(word & OVERFLOW_BIT for word in words)
         try:
-            self._on_words(words)
-            self._mark()
+            with streams.On(self._streams_of.resend_stream if acts and self._streams_of else None):
+                self._on_words(words)
+                if acts:
+                    self._mark()
         except ZipScapeError as error:              # of this call alone: its waits raise it, not the call that settles it
             self.failure = error
         except BaseException as error:
@@ -97,8 +116,8 @@ class ZipWork(dist.Work):
 
     ``wait()`` returns when the output is ready to be used on the current stream (CPU: filled). It may block the host
     for the encode of all ranks and one 4-byte message; on a GPU never for the payload, but for an all_reduce's first phase. Handles may
-    be waited for in any order, on any rank. The handle keeps input, output and scratch alive until then; a dropped handle is completed by
-    the next call on the group. ``get_future()``: completed by a thread of the group's.
+    be waited for in any order, on any rank, with anything else in between. The handle keeps input, output and scratch alive until then; a
+    dropped handle is completed by the next call on the group. ``get_future()``: completed by a thread of the group's.
     """
 
     def __init__(self, pending: Pending, state):

@@ -17,6 +17,7 @@ DONE = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
 @pytest.fixture
 def state(monkeypatch):
     monkeypatch.setattr(group_state, "SideChannel", lambda group, device: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(group_state, "WATCH", SimpleNamespace(add=lambda state: None, wake=lambda: None))
     return GroupState(SimpleNamespace(group_name="g"), torch.device("cpu"))
 
 
@@ -29,14 +30,15 @@ class Streams:
         monkeypatch.setattr(streams, "join", lambda device, other: self.waits.append((self.current, other)))
 
 
-def make(state, word=0, resend=lambda: None, finish=lambda: None):
+def make(state, word=0, resend=lambda: None, finish=lambda: None, status_work=DONE):
     """A call of one rank in flight, with a status word that claims to be on a GPU."""
     words = SimpleNamespace(tolist=lambda: [word], is_cuda=True, device="cuda")
     overflows = bool(word & OVERFLOW_BIT)
-    pending = Pending(words=words, status_work=DONE, payload_work=DONE, release=lambda: None,
+    pending = Pending(words=words, status_work=status_work, payload_work=DONE, release=lambda: None, streams_of=state,
                       on_words=lambda words: resend() if overflows else None, finish=lambda: None if overflows else finish())
+    work = ZipWork(pending, state)
     state.add(pending)
-    return ZipWork(pending, state)
+    return work
 
 
 def test_wait_joins_the_stream_on_which_the_next_call_sent_again(state, monkeypatch):
@@ -57,6 +59,65 @@ def test_every_wait_joins_the_stream_on_which_polling_finished(state, monkeypatc
     for record.current in ("first", "second"):
         work.wait()
     assert {("first", "of the poller"), ("second", "of the poller")} <= set(record.waits)
+
+
+def test_what_overflowed_goes_again_on_a_stream_of_the_groups(state, monkeypatch):
+    """Not on the caller's, who may have made it wait for what another rank sends after this."""
+    record = Streams(monkeypatch)
+    monkeypatch.setattr(group_state.GroupState, "resend_stream", "of the group")
+
+    class On:
+        def __init__(self, stream):
+            self.stream = stream
+
+        def __enter__(self):
+            self.before, record.current = record.current, self.stream or record.current
+
+        def __exit__(self, *exc):
+            record.current = self.before
+
+    monkeypatch.setattr(streams, "On", On)
+    sent_on = []
+    overflowed = make(state, word=OVERFLOW_BIT, resend=lambda: sent_on.append(record.current))
+    make(state).wait()
+    overflowed.wait()
+    assert sent_on == ["of the group"] and ("main", "of the group") in record.waits
+
+
+def settle_in_thread(state):
+    """One look of the watch's, and what the group's thread then does."""
+    busy = state.push_on()
+    state.completer.close()
+    return busy
+
+
+def test_what_nobody_settles_is_settled_by_the_groups_thread(state, monkeypatch):
+    """At the second look, so that who waits in time never meets the thread; in order; and only where the status words have come."""
+    Streams(monkeypatch)
+    done = []
+    late = SimpleNamespace(wait=lambda: pytest.fail("waited for words that are not here"), is_completed=lambda: False)
+    works = [make(state, word=OVERFLOW_BIT, resend=lambda i=i: done.append(i)) for i in range(2)] + [make(state, status_work=late)]
+    assert settle_in_thread(state) and done == []
+    assert settle_in_thread(state) and done == [0, 1]
+    for _ in range(3):
+        assert settle_in_thread(state)              # the third call is still to be settled, and nobody can
+    assert not any(work._pending.finished for work in works)        # whoever waits fills the output, on his own stream
+    works[1].wait()
+    assert works[1].is_completed() and done == [0, 1]
+
+
+def test_a_failure_in_the_groups_thread_is_the_calls_own(state, monkeypatch):
+    Streams(monkeypatch)
+
+    def broken():
+        raise RuntimeError("link down")
+
+    work = make(state, word=OVERFLOW_BIT, resend=broken)
+    for _ in range(3):
+        settle_in_thread(state)
+    assert not state.push_on()
+    with pytest.raises(RuntimeError, match="link down"):
+        work.wait()
 
 
 def test_resend_that_fails_fails_its_waits(state, monkeypatch):

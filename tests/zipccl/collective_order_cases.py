@@ -1,0 +1,211 @@
+"""Cases run on every rank by test_collectives.py: ranks that wait in different orders. All of it is legal with native collectives, and none
+of it may take much longer here: a call that needs this rank's host gets it, whatever the host waits for."""
+import contextlib
+import time
+from datetime import timedelta
+from itertools import combinations
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl.backend import front
+from ds_zipccl.collectives.registry import Call
+from ds_zipccl.kernels.rank_order import sum_in_order
+from tests.helpers.bits import assert_same_bits, gaussian, random_bits
+from tests.zipccl.collective_helpers import AG, runtime
+
+LIMIT_S = 20                            # of a case's calls; alone they take milliseconds, and a deadlock the group's 60 s
+N = 20000
+
+
+@contextlib.contextmanager
+def in_time():
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < LIMIT_S, "ranks waited for each other"
+
+
+def everyone(world, count):
+    """``count`` new groups over all ranks."""
+    return [dist.new_group(list(range(world))) for _ in range(count)]
+
+
+class Started:
+    """A call on ``group`` that needs every member's host after its launch: an all_reduce, or one that overflows. ``check`` waits for it."""
+
+    def __init__(self, live, kind, group, seed, numel=N):
+        self.rank, self.world, self.kind, self.group = group.rank(), group.size(), kind, group
+        make = gaussian if kind == "all_reduce" else random_bits
+        # Every rank's data is known to all: what was expected must not need a collective of its own.
+        datas = [make(self.world * numel, seed=100 * seed + r) for r in range(self.world)]
+        datas = [torch.where(data.isnan(), torch.ones_like(data), data) for data in datas]
+        data = datas[self.rank].clone()
+        if kind == "all_reduce":
+            self.output = data
+            self.expected = torch.cat([_sum([d.view(self.world, -1)[r] for d in datas]) for r in range(self.world)])
+        elif kind == AG:
+            data = data[:numel]
+            self.output, self.expected = torch.empty(self.world * numel, dtype=data.dtype), torch.cat([d[:numel] for d in datas])
+        elif kind == "all_to_all_single":
+            self.output, self.expected = torch.empty_like(data), torch.cat([d.view(self.world, -1)[self.rank] for d in datas])
+        else:
+            assert kind == "reduce_scatter_tensor"
+            self.output = torch.empty(numel, dtype=data.dtype)
+            self.expected = _sum([d.view(self.world, -1)[self.rank] for d in datas])
+        self.work = front.run(live, Call(kind, self.output, data, group))
+        assert self.work is not None, "the case tests nothing"
+
+    def check(self):
+        self.work.wait()
+        assert_same_bits(self.output, self.expected, f"{self.kind} on rank {self.rank} of {self.world}")
+
+
+def _sum(rows):
+    out = torch.empty_like(rows[0])
+    sum_in_order(rows, out)
+    return out
+
+
+KINDS = (AG, "all_reduce", "all_to_all_single", "reduce_scatter_tensor")
+
+
+def _overflowed(live, kinds):
+    for kind in set(kinds) - {"all_reduce"}:
+        assert live.stats.snapshot()[kind]["overflows"] >= 1, "the case tests nothing"
+
+
+def case_two_groups_waited_for_in_different_orders(rank, world):
+    """Launched in one order; the first rank waits for the first group's call first, the others for the second group's."""
+    for number, kinds in enumerate([*((kind, kind) for kind in KINDS), (AG, "all_reduce"), ("all_reduce", "all_to_all_single")]):
+        with runtime() as live:
+            groups = everyone(world, 2)
+            with in_time():
+                calls = [Started(live, kind, group, 10 * number + i) for i, (kind, group) in enumerate(zip(kinds, groups, strict=True))]
+                for call in calls if rank == 0 else reversed(calls):
+                    call.check()
+            _overflowed(live, kinds)
+
+
+def case_two_groups_launched_in_different_orders(rank, world):
+    """Also the groups' first calls, which make their channels; and waited for in yet another order."""
+    for turn, kind in enumerate(KINDS):
+        with runtime() as live:
+            groups = everyone(world, 2)
+            with in_time():
+                for again in range(2):          # the second time everything is there
+                    order = (0, 1) if rank == 0 else (1, 0)
+                    calls = {i: Started(live, kind, groups[i], 20 * turn + 2 * again + i, N << again) for i in order}
+                    for i in reversed(order) if rank == world - 1 else order:
+                        calls[i].check()
+            _overflowed(live, [kind])
+
+
+def case_a_ring_of_groups_of_two(rank, world):
+    """Every pair of ranks has a group, and every rank waits for its own in an order of its own: from 3 ranks on they form rings."""
+    for turn, kind in enumerate(KINDS):
+        with runtime() as live:
+            groups = {pair: dist.new_group(list(pair)) for pair in combinations(range(world), 2)}
+            with in_time():
+                calls = {pair: Started(live, kind, group, 30 * turn + sum(pair)) for pair, group in groups.items() if rank in pair}
+                for pair in sorted(calls, key=lambda pair: sum(pair) if rank else -sum(pair)):
+                    calls[pair].check()
+            _overflowed(live, [kind])
+
+
+def _natively(rank, world, group, native):
+    """What a rank may block in natively, until all others have come to it too."""
+    word = torch.ones(3)
+    if native == "barrier":
+        dist.barrier(group=group)
+    elif native == "all_reduce":
+        dist.all_reduce(word, group=group)
+    elif native == "an awaited Work":
+        dist.all_gather([torch.empty(3) for _ in range(world)], word, group=group, async_op=True).wait()
+    elif native == "objects":
+        dist.all_gather_object([None] * world, rank, group=group)
+    elif native == "point to point":
+        for peer in range(1, world):
+            if rank == 0:
+                dist.recv(word, peer, group=group)
+            elif rank == peer:
+                dist.send(word, 0, group=group)
+    elif native == "the store":
+        store = dist.distributed_c10d._get_default_store()
+        key = f"order/{next(_keys)}"
+        if rank:
+            store.set(f"{key}/{rank}", "here")
+        else:
+            store.wait([f"{key}/{peer}" for peer in range(1, world)], timedelta(seconds=50))
+    else:
+        raise NotImplementedError(native)
+
+
+_keys = iter(range(1 << 30))
+
+
+def case_one_rank_is_in_a_native_call_while_the_others_wait(rank, world):
+    """Calls that do not come through this library, so nothing could be done before them."""
+    natives = ("barrier", "all_reduce", "an awaited Work", "objects", "point to point", "the store")
+    for turn, (kind, native) in enumerate((kind, native) for kind in (AG, "all_reduce") for native in natives):
+        with runtime() as live:
+            group, other = everyone(world, 2)
+            with in_time():
+                call = Started(live, kind, group, 40 * turn)
+                if rank == 0:
+                    _natively(rank, world, other, native)
+                    call.check()
+                else:
+                    call.check()
+                    _natively(rank, world, other, native)
+
+
+def case_one_rank_dropped_its_handle(rank, world):
+    for turn, kind in enumerate(KINDS):
+        with runtime() as live:
+            group, other = everyone(world, 2)
+            with in_time():
+                call = Started(live, kind, group, 50 * turn)
+                if rank == 0:
+                    call.work = None
+                    dist.barrier(group=other)
+                else:
+                    call.check()
+                    dist.barrier(group=other)
+                live.settle(group)
+            assert_same_bits(call.output, call.expected, kind)
+
+
+def case_one_rank_ends_a_group_while_the_others_wait(rank, world):
+    for turn, kind in enumerate(KINDS):
+        with runtime() as live:
+            group, other = everyone(world, 2)
+            with in_time():
+                calls = [Started(live, kind, group, 60 * turn), Started(live, kind, other, 60 * turn + 1)]
+                if rank == 0:
+                    live.close(other)               # completes its call, which needs the others
+                    calls[0].check()
+                else:
+                    calls[0].check()
+                    live.close(other)
+                calls[1].check()
+
+
+def case_a_call_is_there_before_later_ones_were_launched_everywhere(rank, world):
+    """A thread of the group's waits for a second call, which the others launch when they have heard from this rank's first."""
+    with runtime() as live:
+        group, other = everyone(world, 2)
+        small = torch.ones(1)
+        with in_time():
+            first = Started(live, AG, group, 1)
+            if rank == 0:
+                second = Started(live, AG, group, 2, 2 * N)
+                second.work.get_future()
+                time.sleep(0.1)
+                first.check()
+                dist.broadcast(small, 0, group=other)
+            else:
+                first.check()
+                dist.broadcast(small, 0, group=other)
+                second = Started(live, AG, group, 2, 2 * N)
+            second.check()
+

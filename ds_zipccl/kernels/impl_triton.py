@@ -1,20 +1,21 @@
 """The Triton kernels as a kernel set: the same frames as every other implementation, portable (triton_encode.py,
-triton_decode.py). Queued on the current stream, nothing waits; corrupt frames are noted as impl_cuda.py describes. Level 1 alone:
-frames of level 2 are a KernelError.
+triton_decode.py). Queued on the current stream, nothing waits; corrupt frames are noted as impl_cuda.py describes.
 
 With TRITON_INTERPRET=1 in the environment (before Triton is first imported) the kernels run on CPU tensors: slow, for tests.
 """
 import functools
 import struct
+from types import SimpleNamespace
 
 import torch
 
-from ds_zipccl.errors import FrameError, KernelError
+from ds_zipccl.errors import FrameError
 from ds_zipccl.kernels.geometry import Geometry
 from zipscape.errors import BuildError, describe
 
-# Warps and registers of a thread (None: as many as it takes) of the kernels' programs, for an H200.
-LAUNCHES = {"tiles": (16, 64), "finish": (4, None), "decode": (4, None), "decode_reduce": (1, 96)}
+# By level: warps and registers of a thread (None: as many as it takes) of the kernels' programs, for an H200.
+LAUNCHES = {1: {"tiles": (16, 64), "finish": (4, None), "decode": (4, None), "decode_reduce": (1, 96)},
+            2: {"tiles": (16, None), "finish": (4, None), "decode": (4, None), "decode_reduce": (1, None)}}
 
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 
@@ -34,9 +35,6 @@ class _Numbers:
     """The kernels' arguments that a geometry decides, in their order."""
 
     def __init__(self, g: Geometry):
-        if g.level not in TritonKernels.levels:
-            raise KernelError(describe("the Triton kernels do not know this compression level", got=g.level, expected=1,
-                                       todo='use kernels "cuda", or level 1'))
         header = struct.unpack("<5i", g.header[:20])
         place = (g.tiles_offset, g.tile_bytes, g.last_blocks)
         sections = (g.escapes_offset, g.escapes_capacity, g.codes_offset, g.extra_offset, g.planes_offset, g.last_escapes_offset,
@@ -59,15 +57,15 @@ def _is_wide(row_bytes: int, *tensors: torch.Tensor) -> int:
 
 class TritonKernels:
     """A kernel set; ops.py has the contract."""
-    levels = (1,)
+    levels = (1, 2)
 
-    def __init__(self, launches: dict[str, tuple[int, int | None]] = LAUNCHES):
+    def __init__(self, launches: dict[int, dict[str, tuple[int, int | None]]] = LAUNCHES):
         from ds_zipccl.kernels import triton_decode, triton_encode
         from ds_zipccl.kernels.triton_launch import Launcher
-        self._tiles = Launcher(triton_encode.tiles, *launches["tiles"])
-        self._finish = Launcher(triton_encode.finish, *launches["finish"])
-        self._decode = Launcher(triton_decode.decode, *launches["decode"])
-        self._decode_reduce = Launcher(triton_decode.decode_reduce, *launches["decode_reduce"])
+        functions = {"tiles": triton_encode.tiles, "finish": triton_encode.finish, "decode": triton_decode.decode,
+                     "decode_reduce": triton_decode.decode_reduce}
+        self._launchers = {level: SimpleNamespace(**{name: Launcher(functions[name], *how, level) for name, how in rows.items()})
+                           for level, rows in launches.items()}
         self._errors: dict[int, torch.Tensor] = {}
 
     def _error_word(self, index: int) -> torch.Tensor:
@@ -91,13 +89,14 @@ class TritonKernels:
         rows, row_stride, frame_stride, numbers = x.shape[0] - (skip >= 0), x.stride(0), frames.stride(0), _numbers_of(g)
         if rows == 0:
             return None
+        launchers = self._launchers[g.level]
         counts = torch.empty(rows * g.num_tiles or 1, dtype=torch.int32, device=x.device)
         if g.num_tiles:
             aligned = _is_wide(row_stride * g.itemsize if rows > 1 or skip >= 0 else 0, x)
-            self._tiles((g.num_tiles, rows), index, g.dtype_code, (x, frames, counts),
-                        (row_stride, frame_stride, skip, *numbers.tiles, aligned))
-        self._finish((g.num_tiles or 1, rows), index, g.dtype_code, (x, frames, counts, status),
-                     (row_stride, frame_stride, skip, g.numel, g.num_tiles, rows, *numbers.finish))
+            launchers.tiles((g.num_tiles, rows), index, g.dtype_code, (x, frames, counts),
+                            (row_stride, frame_stride, skip, *numbers.tiles, aligned))
+        launchers.finish((g.num_tiles or 1, rows), index, g.dtype_code, (x, frames, counts, status),
+                         (row_stride, frame_stride, skip, g.numel, g.num_tiles, rows, *numbers.finish))
 
     def decode(self, frames: torch.Tensor, out: torch.Tensor, g: Geometry, skip: int = -1) -> None:
         index = out.get_device()
@@ -110,8 +109,9 @@ class TritonKernels:
         if not _is_aligned(frames):
             frames = _aligned_like(frames).copy_(frames)
         aligned = _is_wide(row_stride * g.itemsize if out.shape[0] > 1 else 0, out)
-        self._decode((self._decode.programs(g.num_tiles), rows), index, g.dtype_code, (frames, out, self._error_word(index)),
-                     (row_stride, frames.stride(0), skip, *_numbers_of(g).decode, aligned))
+        launch = self._launchers[g.level].decode
+        launch((launch.programs(g.num_tiles), rows), index, g.dtype_code, (frames, out, self._error_word(index)),
+               (row_stride, frames.stride(0), skip, *_numbers_of(g).decode, aligned))
 
     def decode_reduce(self, frames: torch.Tensor, own: torch.Tensor, own_index: int, out: torch.Tensor, g: Geometry) -> None:
         index = out.get_device()
@@ -122,9 +122,9 @@ class TritonKernels:
             return None
         if not _is_aligned(frames):
             frames = _aligned_like(frames).copy_(frames)
-        self._decode_reduce((self._decode_reduce.programs(g.num_tiles), 1), index, g.dtype_code,
-                            (frames, own, out, self._error_word(index)),
-                            (frames.stride(0), own_index, frames.shape[0], *_numbers_of(g).decode, _is_wide(0, own, out)))
+        launch = self._launchers[g.level].decode_reduce
+        launch((launch.programs(g.num_tiles), 1), index, g.dtype_code, (frames, own, out, self._error_word(index)),
+               (frames.stride(0), own_index, frames.shape[0], *_numbers_of(g).decode, _is_wide(0, own, out)))
 
     def raise_on_error(self, device) -> None:
         """See impl_cuda.CudaKernels.raise_on_error."""

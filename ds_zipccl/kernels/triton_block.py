@@ -140,6 +140,26 @@ def store_quarter(row, block, lane, present, wide, x, J: tl.constexpr, L: tl.con
         store_pair(row, index + 6, present, l3, h3, DT)
 
 
+@triton.jit
+def fill_quarter(x, block, lane, present, filler, J: tl.constexpr, DT: tl.constexpr):
+    """Gives absent elements the bits ``filler``."""
+    l0, h0, l1, h1, l2, h2, l3, h3 = x
+    index = block * 1024 + 256 * J + 8 * lane
+    if DT == 3:
+        l0, h0 = tl.where(index < present, l0, filler), tl.where(index + 1 < present, h0, filler)
+        l1, h1 = tl.where(index + 2 < present, l1, filler), tl.where(index + 3 < present, h1, filler)
+        l2, h2 = tl.where(index + 4 < present, l2, filler), tl.where(index + 5 < present, h2, filler)
+        l3, h3 = tl.where(index + 6 < present, l3, filler), tl.where(index + 7 < present, h3, filler)
+    else:
+        upper = filler << 16
+        l0 |= tl.where(index < present, 0, filler) | tl.where(index + 1 < present, 0, upper)
+        l1 |= tl.where(index + 2 < present, 0, filler) | tl.where(index + 3 < present, 0, upper)
+        l2 |= tl.where(index + 4 < present, 0, filler) | tl.where(index + 5 < present, 0, upper)
+        l3 |= tl.where(index + 6 < present, 0, filler) | tl.where(index + 7 < present, 0, upper)
+        h0, h1, h2, h3 = l0, l1, l2, l3
+    return l0, h0, l1, h1, l2, h2, l3, h3
+
+
 # ---- windows and codes
 
 @triton.jit
@@ -173,6 +193,12 @@ def add_statistics(totals, l0, h0, l1, h1, DT: tl.constexpr):
 
 
 @triton.jit
+def quarter_statistics(totals, x, DT: tl.constexpr):
+    l0, h0, l1, h1, l2, h2, l3, h3 = x
+    return add_statistics(add_statistics(totals, l0, h0, l1, h1, DT), l2, h2, l3, h3, DT)
+
+
+@triton.jit
 def sum_of_blocks(per_lane, L: tl.constexpr):
     """u32 [L] -> int32 [L // 32]."""
     return tl.sum(tl.reshape(per_lane.to(tl.int32, bitcast=True), (L // 32, 32)), 1)
@@ -185,19 +211,36 @@ def of_lanes(per_block, L: tl.constexpr):
 
 
 @triton.jit
-def choose_window(totals, present, given_lo, L: tl.constexpr, DT: tl.constexpr):
-    """(lo, mode) of blocks [L // 32] from their lanes' statistics and present elements (format.md, section 5)."""
+def block_sums(totals, L: tl.constexpr):
+    """Of blocks [L // 32], from their lanes' statistics: the sum, number and sum of squares of the non-zero exponents."""
     total, squares, count = totals
     both = sum_of_blocks(total | count << 13, L).to(tl.uint32, bitcast=True)            # sums: below 2^18; counts: 128 times 2^10 at most
-    exponent_sum, n = (both & 0xFFFFF).to(tl.int32), (both >> 20).to(tl.int32)
-    mode = (1024 * (present - n) > 26 * present).to(tl.int32)
-    s = exponent_sum.to(tl.int64)
-    spread = n.to(tl.int64) * sum_of_blocks(squares, L).to(tl.int64) - s * s > (3 * n * n).to(tl.int64)
-    offset = tl.where(mode == 1, tl.where(spread, 29, 34), tl.where(spread, 36, 43))
-    a, b = tl.maximum(10 * exponent_sum - offset * n, 0), tl.maximum(10 * n, 1)
+    return (both & 0xFFFFF).to(tl.int32), (both >> 20).to(tl.int32), sum_of_blocks(squares, L)
+
+
+@triton.jit
+def is_spread(total, n, squares):
+    s = total.to(tl.int64)
+    return n.to(tl.int64) * squares.to(tl.int64) - s * s > (3 * n * n).to(tl.int64)
+
+
+@triton.jit
+def divide(a, b):
+    """Quotient and rest of int32 a >= 0, below 2^24, by b > 0."""
     guess = (a.to(tl.float32) / b.to(tl.float32)).to(tl.int32)                          # may be off by one
     rest = a - guess * b
-    lo = guess + (rest >= b).to(tl.int32) - (rest < 0).to(tl.int32)
+    step = (rest >= b).to(tl.int32) - (rest < 0).to(tl.int32)
+    return guess + step, rest - step * b
+
+
+@triton.jit
+def choose_window(totals, present, given_lo, L: tl.constexpr, DT: tl.constexpr):
+    """(lo, mode) of blocks [L // 32] from their lanes' statistics and present elements (format.md, section 5)."""
+    total, n, squares = block_sums(totals, L)
+    mode = (1024 * (present - n) > 26 * present).to(tl.int32)
+    spread = is_spread(total, n, squares)
+    offset = tl.where(mode == 1, tl.where(spread, 29, 34), tl.where(spread, 36, 43))
+    lo, _ = divide(tl.maximum(10 * total - offset * n, 0), tl.maximum(10 * n, 1))
     lo = tl.where(given_lo >= 0, given_lo + mode, lo)
     return tl.minimum(lo, top_lo(DT)), mode
 
@@ -303,6 +346,19 @@ def remainder_words(l0, h0, l1, h1, PLANE: tl.constexpr, DT: tl.constexpr):
         return byte_perm(l0, l1, 0x6420)
     else:
         return (byte_perm(l0, l1, 0x6420) & 0x7F7F7F7F) | (byte_perm(l0, l1, 0x7531) & 0x80808080)
+
+
+@triton.jit
+def store_remainders(planes, block, lane, num_blocks, x, J: tl.constexpr, L: tl.constexpr, DT: tl.constexpr):
+    """Of a quarter."""
+    l0, h0, l1, h1, l2, h2, l3, h3 = x
+    count: tl.constexpr = 3 if DT == 3 else 1
+    two = tl.arange(0, 2)[None, :]
+    places = planes + ((block * (128 * count) + lane) * 2)[:, None] + two
+    exist = block[:, None] + 0 * two < num_blocks
+    for plane in tl.static_range(count):
+        pair = tl.join(remainder_words(l0, h0, l1, h1, plane, DT), remainder_words(l2, h2, l3, h3, plane, DT))
+        tl.store(places + (256 * plane + 64 * J), pair, mask=exist)
 
 
 @triton.jit

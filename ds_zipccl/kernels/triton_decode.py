@@ -2,12 +2,15 @@
 the bits of csrc/zipccl/frame.cuh; no access leaves the frame or the output.
 
 A block's escapes lie in scan order, so those of half 0 of a lane are neighbours, and those of half 1 come next. Up to four of each are held
-in a word, one a byte: enough for all of a lane's 32 elements nearly always, and always for a quarter of them.
+in a word, one a byte: enough for all of a lane's 32 elements nearly always, and always for a quarter of them. What level 2 has in place of
+escapes is in triton_level2_decode.py.
 """
 import triton
 import triton.language as tl
 
 from ds_zipccl.kernels import triton_block as blk
+from ds_zipccl.kernels import triton_level2 as level2
+from ds_zipccl.kernels import triton_level2_decode as streams
 from ds_zipccl.kernels.triton_block import GROUP_TILES, TILE_ELEMS, u32_at
 from ds_zipccl.kernels.triton_words import here, popcount, round_halves, take_byte_if
 
@@ -69,11 +72,14 @@ def plane_words(planes, block, lane, exists, num_blocks, J: tl.constexpr, PLANE:
 
 
 @triton.jit
-def load_stored(tile, sections, num_blocks, block, lane, L: tl.constexpr, DT: tl.constexpr):
-    """What is stored of a block, escapes excepted: words of the codes, of FP16's extra plane, and of the planes, four quarters of each."""
+def load_stored(tile, sections, num_blocks, block, lane, L: tl.constexpr, DT: tl.constexpr, LEVEL: tl.constexpr):
+    """What is stored of a block, escapes or its stream excepted: words of the codes, of FP16's extra plane, and of the planes, four quarters of each."""
     codes_offset, extra_offset, planes_offset = sections
     exists = block < num_blocks
-    codes = blk.load_words(u32_at(tile, codes_offset), block, lane, exists)
+    if LEVEL == 2:
+        codes = streams.load_codes(tile, codes_offset, block, lane, exists)
+    else:
+        codes = blk.load_words(u32_at(tile, codes_offset), block, lane, exists)
     tops = codes
     if DT == 2:
         tops = blk.load_words(u32_at(tile, extra_offset), block, lane, exists)
@@ -91,30 +97,62 @@ def load_stored(tile, sections, num_blocks, block, lane, L: tl.constexpr, DT: tl
 
 
 @triton.jit
+def block_heads(tile, num_blocks, block, lane, L: tl.constexpr):
+    """The header of each lane's block, 0 if there is none, and the escapes (or bytes of streams) of the tile's blocks before it [L]."""
+    heads = tl.load(u32_at(tile, 16) + lane, mask=lane < num_blocks, other=0)
+    head = tl.load(u32_at(tile, 16) + block, mask=block < num_blocks, other=0)
+    return head, blk.of_lanes(blk.sum_of_blocks(tl.where(lane < block, heads >> 16, 0), L), L)
+
+
+@triton.jit
+def note_corruption(tile, places, head, earlier, found, num_blocks, block, lane, errors_at, TOP_LO: tl.constexpr, TOP_MODE: tl.constexpr,
+                    UNIT: tl.constexpr):
+    """``found`` [L]: the escapes (or bytes of the stream) of each lane's block by its codes; spills start at multiples of UNIT."""
+    slots, capacity, pool, pool_room, spill_offset = places
+    num = tl.load(u32_at(tile, 0) + lane * 0)
+    lo, mode, count = head & 0xFF, (head >> 8) & 0xFF, (head >> 16).to(tl.int32)
+    end = earlier + count                                                    # of the block's escapes
+    bad = tl.where(found != count, BAD_BLOCK_COUNT, 0)
+    bad |= tl.where((mode > TOP_MODE) | (lo > TOP_LO), BAD_WINDOW, 0)
+    bad |= tl.where((block == num_blocks - 1) & (num.to(tl.int64) != end), BAD_TILE_COUNT, 0)
+    bad |= tl.where((end > capacity) & ((spill_offset + (end - capacity) > pool_room) | (spill_offset % UNIT != 0)), BAD_SPILL, 0)
+    tl.atomic_or(errors_at + lane * 0, bad, mask=(block < num_blocks) & (lane == 0) & (bad != 0), sem="relaxed")
+
+
+@triton.jit
 def block_state(tile, places, codes, num_blocks, block, lane, errors_at, L: tl.constexpr, DT: tl.constexpr):
     """Notes corruption in the headers. Returns the state of each lane: lo at bit at(DT) of both halves, all ones where the block has zero
     mode, the mask of its escapes, the number of the tile's escapes before those; and whether any of these blocks is unusual: it has zero
     mode, or escapes that are not in slots, or more than four in one half of a lane."""
-    slots, capacity, pool, pool_room, spill_offset = places
-    exists = block < num_blocks
-    heads = tl.load(u32_at(tile, 16) + lane, mask=lane < num_blocks, other=0)
-    head = tl.load(u32_at(tile, 16) + block, mask=exists, other=0)
-    num = tl.load(u32_at(tile, 0) + lane * 0)
-    mask = tl.where(exists, blk.escape_mask(codes), 0)
+    head, earlier = block_heads(tile, num_blocks, block, lane, L)
+    mask = tl.where(block < num_blocks, blk.escape_mask(codes), 0)
     before, found = blk.count_before(mask, L)
-    both = blk.sum_of_blocks(tl.where(lane < block, heads >> 16, 0), L)
-    place = blk.of_lanes(both, L) + before
-    lo, mode, count = head & 0xFF, (head >> 8) & 0xFF, (head >> 16).to(tl.int32)
-    bad = tl.where(blk.of_lanes(found, L) != count, BAD_BLOCK_COUNT, 0)
-    bad |= tl.where((mode > 1) | (lo > blk.top_lo(DT)), BAD_WINDOW, 0)
-    end = blk.of_lanes(both, L) + count                                      # of the block's escapes
-    bad |= tl.where((block == num_blocks - 1) & (num.to(tl.int64) != end), BAD_TILE_COUNT, 0)
-    bad |= tl.where((end > capacity) & (spill_offset + (end - capacity) > pool_room), BAD_SPILL, 0)
-    tl.atomic_or(errors_at + lane * 0, bad, mask=exists & (lane == 0) & (bad != 0), sem="relaxed")
+    note_corruption(tile, places, head, earlier, blk.of_lanes(found, L), num_blocks, block, lane, errors_at, blk.top_lo(DT), 1, 1)
+    place = earlier + before
+    lo, mode = head & 0xFF, (head >> 8) & 0xFF
     n0, n1 = popcount(mask & 0xFFFF), popcount(mask >> 16)
-    unusual = (n0 > 4) | (n1 > 4) | (place + n0 + n1 > capacity) | (mode == 1)
+    unusual = (n0 > 4) | (n1 > 4) | (place + n0 + n1 > places[1]) | (mode == 1)
     zero_mode = tl.where(mode == 1, 0xFFFFFFFF, 0).to(tl.uint32)
     return ((lo << blk.at(DT)) * 0x10001, zero_mode, mask, place), tl.max(unusual.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def block_state2(tile, places, codes, num_blocks, block, lane, errors_at, L: tl.constexpr):
+    """The same at level 2: the state that streams.decode_quarter takes. Blocks with raw exponents are unusual."""
+    head, earlier = block_heads(tile, num_blocks, block, lane, L)
+    second, rest, queues, raws, length, num_raws = streams.streams_of(places, earlier, codes, L)
+    note_corruption(tile, places, head, earlier, length, num_blocks, block, lane, errors_at, level2.TOP_LO, level2.TOP_MODE, 4)
+    masks = (level2.zero_fields(codes[0]), level2.zero_fields(codes[1]))
+    tables = streams.tables_of(head & 0xFF, (head >> 8) & 0xFF)
+    return ((codes[0] | second[0], codes[1] | second[1]), masks, tables, rest, queues, raws), tl.max(num_raws, 0) > 0
+
+
+@triton.jit
+def any_block_state(tile, places, codes, num_blocks, block, lane, errors_at, L: tl.constexpr, DT: tl.constexpr, LEVEL: tl.constexpr):
+    if LEVEL == 2:
+        return block_state2(tile, places, codes, num_blocks, block, lane, errors_at, L)
+    else:
+        return block_state(tile, places, codes, num_blocks, block, lane, errors_at, L, DT)
 
 
 @triton.jit
@@ -161,25 +199,31 @@ def decode_quarter(stored, codes, tops, state, places, q0, q1, unusual, J: tl.co
 
 
 @triton.jit
-def check_header(frame, h0, h1, h2, h3, h4, errors_at, DT: tl.constexpr):
+def check_header(frame, h0, h1, h2, h3, h4, errors_at, DT: tl.constexpr, LEVEL: tl.constexpr):
     i = tl.arange(0, 32)
     word = tl.load(u32_at(frame, 0) + i).to(tl.int32, bitcast=True)
     expected = tl.where(i == 0, h0, tl.where(i == 1, h1, tl.where(i == 2, h2, tl.where(i == 3, h3, tl.where(i == 4, h4, 0)))))
     bad = tl.where(i == 5, (word & 65536) != 0, word != expected.to(tl.int32))
-    # Byte 7, the given window, is the writer's: any valid one will do.
-    bad = tl.where(i == 1, (((word ^ expected.to(tl.int32)) & 0xFFFFFF) != 0) | (((word >> 24) & 0xFF) > blk.top_lo(DT) + 1), bad)
+    # Byte 7, the given window, is the writer's: any valid one will do, at level 2 none.
+    top: tl.constexpr = 0 if LEVEL == 2 else blk.top_lo(DT) + 1
+    bad = tl.where(i == 1, (((word ^ expected.to(tl.int32)) & 0xFFFFFF) != 0) | (((word >> 24) & 0xFF) > top), bad)
     if tl.max(bad.to(tl.int32), 0) > 0:
         tl.atomic_or(errors_at, BAD_HEADER, sem="relaxed")
 
 
 @triton.jit
 def decode_and_store(target, tile_elems, wide, loaded, state, places, block, lane, UNUSUAL: tl.constexpr, L: tl.constexpr,
-                     DT: tl.constexpr):
+                     DT: tl.constexpr, LEVEL: tl.constexpr):
     codes, tops, stored = loaded
-    q0, q1 = first_escapes(places, state)
-    for j in tl.static_range(4):
-        x, q0, q1 = decode_quarter(stored[j], codes, tops, state, places, q0, q1, UNUSUAL, j, DT)
-        blk.store_quarter(target, block, lane, tile_elems, wide, x, j, L, DT)
+    if LEVEL == 2:
+        for j in tl.static_range(4):
+            x, state = streams.decode_quarter(stored[j], state, places, UNUSUAL, j)
+            blk.store_quarter(target, block, lane, tile_elems, wide, x, j, L, DT)
+    else:
+        q0, q1 = first_escapes(places, state)
+        for j in tl.static_range(4):
+            x, q0, q1 = decode_quarter(stored[j], codes, tops, state, places, q0, q1, UNUSUAL, j, DT)
+            blk.store_quarter(target, block, lane, tile_elems, wide, x, j, L, DT)
 
 
 @blk.kernel
@@ -188,14 +232,14 @@ def decode(frames, out, errors_at, row_stride: tl.int64, frame_stride: tl.int64,
            codes_offset: tl.int32, extra_offset: tl.int32, planes_offset: tl.int32, last_escapes_offset: tl.int32,
            last_capacity: tl.int32, last_codes_offset: tl.int32, last_extra_offset: tl.int32, last_planes_offset: tl.int32,
            pools_offset: tl.int64, pool_bytes: tl.int32, last_pool_bytes: tl.int32, h0: tl.int32, h1: tl.int32, h2: tl.int32, h3: tl.int32,
-           h4: tl.int32, aligned: tl.int32, L: tl.constexpr, DT: tl.constexpr):
+           h4: tl.int32, aligned: tl.int32, L: tl.constexpr, DT: tl.constexpr, LEVEL: tl.constexpr):
     """Grid (tiles * 32 / (L / 32), or 1, rows without the skipped one). aligned: rows of out start on 16-byte addresses."""
     per_tile: tl.constexpr = 1024 // L
     t, part, row = tl.program_id(0) // per_tile, tl.program_id(0) % per_tile, tl.program_id(1)
     row += ((skip >= 0) & (row >= skip)).to(tl.int32)
     frame = tl.multiple_of(frames + row.to(tl.int64) * frame_stride, 16)
     if tl.program_id(0) == 0:
-        check_header(frame, h0, h1, h2, h3, h4, errors_at, DT)
+        check_header(frame, h0, h1, h2, h3, h4, errors_at, DT, LEVEL)
     last = t == num_tiles - 1
     num_blocks = tl.where(last, last_blocks, 32)
     if (t < num_tiles) & (part * (L // 32) < num_blocks):
@@ -209,15 +253,15 @@ def decode(frames, out, errors_at, row_stride: tl.int64, frame_stride: tl.int64,
                     tl.multiple_of(tl.where(last, last_planes_offset, planes_offset), 128))
         lanes = tl.arange(0, L)
         block, lane = part * (L // 32) + lanes // 32, lanes % 32
-        loaded = load_stored(tile, sections, num_blocks, block, lane, L, DT)
-        state, unusual = block_state(tile, places, loaded[0], num_blocks, block, lane, errors_at, L, DT)
+        loaded = load_stored(tile, sections, num_blocks, block, lane, L, DT, LEVEL)
+        state, unusual = any_block_state(tile, places, loaded[0], num_blocks, block, lane, errors_at, L, DT, LEVEL)
         tile_elems = tl.minimum(numel - t.to(tl.int64) * TILE_ELEMS, TILE_ELEMS).to(tl.int32)
         target = tl.multiple_of(out + (row.to(tl.int64) * row_stride + t.to(tl.int64) * TILE_ELEMS), 16)
         wide = (aligned != 0) & (tile_elems >= (part + 1) * (32 * L))
         if unusual | (wide == 0):
-            decode_and_store(target, tile_elems, wide, loaded, state, places, block, lane, True, L, DT)
+            decode_and_store(target, tile_elems, wide, loaded, state, places, block, lane, True, L, DT, LEVEL)
         else:
-            decode_and_store(target, tile_elems, True, loaded, state, places, block, lane, False, L, DT)
+            decode_and_store(target, tile_elems, True, loaded, state, places, block, lane, False, L, DT, LEVEL)
 
 
 # ---- sums
@@ -244,6 +288,18 @@ def add_quarter(sums, x, DT: tl.constexpr):
     v4, v5 = floats_of(l2, h2, DT)
     v6, v7 = floats_of(l3, h3, DT)
     return s0 + v0, s1 + v1, s2 + v2, s3 + v3, s4 + v4, s5 + v5, s6 + v6, s7 + v7
+
+
+@triton.jit
+def decode_and_add2(sums, stored, state, places, unusual):
+    x, state = streams.decode_quarter(stored[0], state, places, unusual, 0)
+    a = add_quarter(sums[0], x, 1)
+    x, state = streams.decode_quarter(stored[1], state, places, unusual, 1)
+    b = add_quarter(sums[1], x, 1)
+    x, state = streams.decode_quarter(stored[2], state, places, unusual, 2)
+    c = add_quarter(sums[2], x, 1)
+    x, state = streams.decode_quarter(stored[3], state, places, unusual, 3)
+    return a, b, c, add_quarter(sums[3], x, 1)
 
 
 @triton.jit
@@ -309,7 +365,7 @@ def decode_reduce(frames, own, out, errors_at, frame_stride: tl.int64, own_index
                   capacity: tl.int32, codes_offset: tl.int32, extra_offset: tl.int32, planes_offset: tl.int32,
                   last_escapes_offset: tl.int32, last_capacity: tl.int32, last_codes_offset: tl.int32, last_extra_offset: tl.int32,
                   last_planes_offset: tl.int32, pools_offset: tl.int64, pool_bytes: tl.int32, last_pool_bytes: tl.int32, h0: tl.int32,
-                  h1: tl.int32, h2: tl.int32, h3: tl.int32, h4: tl.int32, aligned: tl.int32, L: tl.constexpr, DT: tl.constexpr):
+                  h1: tl.int32, h2: tl.int32, h3: tl.int32, h4: tl.int32, aligned: tl.int32, L: tl.constexpr, DT: tl.constexpr, LEVEL: tl.constexpr):
     """Grid (tiles * 32 / (L / 32)). aligned: own and out start on 16-byte addresses."""
     per_tile: tl.constexpr = 1024 // L
     t, part = tl.program_id(0) // per_tile, tl.program_id(0) % per_tile
@@ -335,22 +391,25 @@ def decode_reduce(frames, own, out, errors_at, frame_stride: tl.int64, own_index
         sums = (zeros, zeros, zeros, zeros)
         # A row's words are loaded while the row before it is decoded.
         following = tl.where(own_index == 0, tl.minimum(1, num_rows - 1), 0)
-        loaded = load_stored(tile_0 + following.to(tl.int64) * frame_stride, sections, num_blocks, block, lane, L, DT)
+        loaded = load_stored(tile_0 + following.to(tl.int64) * frame_stride, sections, num_blocks, block, lane, L, DT, LEVEL)
         for r in range(num_rows):
             if r == own_index:
                 sums = add_raw(sums, source, block, lane, tile_elems, wide, r, L, DT)
             else:
                 distance = tl.cast(r, tl.int64) * frame_stride
                 if tl.program_id(0) == 0:
-                    check_header(frames + distance, h0, h1, h2, h3, h4, errors_at, DT)
+                    check_header(frames + distance, h0, h1, h2, h3, h4, errors_at, DT, LEVEL)
                 tile = tl.multiple_of(tile_0 + distance, 16)
                 pool = frames + distance + (pools_offset + (t // GROUP_TILES).to(tl.int64) * pool_bytes)
                 places = (tl.multiple_of(tile + escapes_offset, 4), capacity, pool, room, spill_offset_of(tile, room))
                 now = loaded
                 following = tl.minimum(tl.where(r + 1 == own_index, r + 2, r + 1), num_rows - 1)
                 loaded = load_stored(tl.multiple_of(tile_0 + following.to(tl.int64) * frame_stride, 16), sections, num_blocks, block, lane,
-                                     L, DT)
-                state, unusual = block_state(tile, places, now[0], num_blocks, block, lane, errors_at, L, DT)
-                sums = decode_and_add(sums, now, state, places, unusual, DT)
+                                     L, DT, LEVEL)
+                state, unusual = any_block_state(tile, places, now[0], num_blocks, block, lane, errors_at, L, DT, LEVEL)
+                if LEVEL == 2:
+                    sums = decode_and_add2(sums, now[2], state, places, unusual)
+                else:
+                    sums = decode_and_add(sums, now, state, places, unusual, DT)
         for j in tl.static_range(4):
             blk.store_quarter(target, block, lane, tile_elems, wide, rounded_quarter(sums[j], DT), j, L, DT)

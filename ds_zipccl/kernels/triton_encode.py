@@ -2,12 +2,13 @@
 the tile's spill, if it has one; some of them also write sub-pools' rest, headers and status.
 
 Nothing is decided by the order of execution: escapes are placed by sums of counts, inside a tile those in its block headers, between tiles
-those in ``counts`` [rows, tiles], int32.
+those in ``counts`` [rows, tiles], int32. At level 2 (triton_level2.py) bytes of streams take the place of escapes.
 """
 import triton
 import triton.language as tl
 
 from ds_zipccl.kernels import triton_block as blk
+from ds_zipccl.kernels import triton_level2 as level2
 from ds_zipccl.kernels.triton_block import GROUP_TILES, TILE_ELEMS, u32_at
 from ds_zipccl.kernels.triton_words import byte_perm_if, popcount
 
@@ -43,38 +44,6 @@ def code_all(x, minus_lo, limit, zero_mode, ZEROS: tl.constexpr, L: tl.constexpr
 
 
 @triton.jit
-def fill_quarter(x, block, lane, present, filler, J: tl.constexpr, DT: tl.constexpr):
-    """Gives absent elements the bits ``filler``."""
-    l0, h0, l1, h1, l2, h2, l3, h3 = x
-    index = block * 1024 + 256 * J + 8 * lane
-    if DT == 3:
-        l0, h0 = tl.where(index < present, l0, filler), tl.where(index + 1 < present, h0, filler)
-        l1, h1 = tl.where(index + 2 < present, l1, filler), tl.where(index + 3 < present, h1, filler)
-        l2, h2 = tl.where(index + 4 < present, l2, filler), tl.where(index + 5 < present, h2, filler)
-        l3, h3 = tl.where(index + 6 < present, l3, filler), tl.where(index + 7 < present, h3, filler)
-    else:
-        upper = filler << 16
-        l0 |= tl.where(index < present, 0, filler) | tl.where(index + 1 < present, 0, upper)
-        l1 |= tl.where(index + 2 < present, 0, filler) | tl.where(index + 3 < present, 0, upper)
-        l2 |= tl.where(index + 4 < present, 0, filler) | tl.where(index + 5 < present, 0, upper)
-        l3 |= tl.where(index + 6 < present, 0, filler) | tl.where(index + 7 < present, 0, upper)
-        h0, h1, h2, h3 = l0, l1, l2, l3
-    return l0, h0, l1, h1, l2, h2, l3, h3
-
-
-@triton.jit
-def store_remainders(planes, block, lane, num_blocks, x, J: tl.constexpr, L: tl.constexpr, DT: tl.constexpr):
-    l0, h0, l1, h1, l2, h2, l3, h3 = x
-    count: tl.constexpr = 3 if DT == 3 else 1
-    two = tl.arange(0, 2)[None, :]
-    places = planes + ((block * (128 * count) + lane) * 2)[:, None] + two
-    exist = block[:, None] + 0 * two < num_blocks
-    for plane in tl.static_range(count):
-        pair = tl.join(blk.remainder_words(l0, h0, l1, h1, plane, DT), blk.remainder_words(l2, h2, l3, h3, plane, DT))
-        tl.store(places + (256 * plane + 64 * J), pair, mask=exist)
-
-
-@triton.jit
 def put_tops(words, x, J: tl.constexpr):
     """FP16: the quarter's remainder bits 8 to 10."""
     words = blk.put_code(words, blk.remainder_top(x[0]), 4 * J, 0)
@@ -90,12 +59,6 @@ def push_quarter(q0, q1, mask, x, J: tl.constexpr, DT: tl.constexpr):
     q0, q1 = push_escapes(q0, q1, mask, blk.exponents(l2, h2, DT), 4 * J + 2, DT)
     q0, q1 = push_escapes(q0, q1, mask, blk.exponents(l1, h1, DT), 4 * J + 1, DT)
     return push_escapes(q0, q1, mask, blk.exponents(l0, h0, DT), 4 * J, DT)
-
-
-@triton.jit
-def quarter_statistics(totals, x, DT: tl.constexpr):
-    l0, h0, l1, h1, l2, h2, l3, h3 = x
-    return blk.add_statistics(blk.add_statistics(totals, l0, h0, l1, h1, DT), l2, h2, l3, h3, DT)
 
 
 @triton.jit
@@ -124,20 +87,20 @@ def encode_chunk(tile, x, chunk, tile_elems, num_blocks, codes_offset, extra_off
     nothing = tl.zeros((L,), tl.uint32)
     exists = block < num_blocks
 
-    totals = quarter_statistics((nothing, nothing, nothing), a, DT)
-    totals = quarter_statistics(totals, b, DT)
-    totals = quarter_statistics(totals, c, DT)
-    totals = quarter_statistics(totals, d, DT)
+    totals = blk.quarter_statistics((nothing, nothing, nothing), a, DT)
+    totals = blk.quarter_statistics(totals, b, DT)
+    totals = blk.quarter_statistics(totals, c, DT)
+    totals = blk.quarter_statistics(totals, d, DT)
     block_present = tl.minimum(tl.maximum(tile_elems - own_block * 1024, 0), 1024)
     block_lo, block_mode = blk.choose_window(totals, block_present, given_lo, L, DT)
     any_zero_mode = tl.max(block_mode, 0) > 0
     lo, mode = blk.of_lanes(block_lo, L).to(tl.uint32), blk.of_lanes(block_mode, L).to(tl.uint32)
     if tile_elems < (chunk + 1) * (32 * L):
         filler = (lo + 1) << (23 if DT == 3 else blk.at(DT))
-        a = fill_quarter(a, block, lane, tile_elems, filler, 0, DT)
-        b = fill_quarter(b, block, lane, tile_elems, filler, 1, DT)
-        c = fill_quarter(c, block, lane, tile_elems, filler, 2, DT)
-        d = fill_quarter(d, block, lane, tile_elems, filler, 3, DT)
+        a = blk.fill_quarter(a, block, lane, tile_elems, filler, 0, DT)
+        b = blk.fill_quarter(b, block, lane, tile_elems, filler, 1, DT)
+        c = blk.fill_quarter(c, block, lane, tile_elems, filler, 2, DT)
+        d = blk.fill_quarter(d, block, lane, tile_elems, filler, 3, DT)
     x = (a, b, c, d)
 
     minus_lo = ((0 - (lo << blk.at(DT))) & 0xFFFF) * 0x10001
@@ -154,10 +117,10 @@ def encode_chunk(tile, x, chunk, tile_elems, num_blocks, codes_offset, extra_off
     tl.store(u32_at(tile, 16) + block, head, mask=exists & (lane == 0))
 
     planes = u32_at(tile, planes_offset)
-    store_remainders(planes, block, lane, num_blocks, a, 0, L, DT)
-    store_remainders(planes, block, lane, num_blocks, b, 1, L, DT)
-    store_remainders(planes, block, lane, num_blocks, c, 2, L, DT)
-    store_remainders(planes, block, lane, num_blocks, d, 3, L, DT)
+    blk.store_remainders(planes, block, lane, num_blocks, a, 0, L, DT)
+    blk.store_remainders(planes, block, lane, num_blocks, b, 1, L, DT)
+    blk.store_remainders(planes, block, lane, num_blocks, c, 2, L, DT)
+    blk.store_remainders(planes, block, lane, num_blocks, d, 3, L, DT)
     if DT == 2:
         tops = put_tops(put_tops(put_tops(put_tops((nothing, nothing, nothing), a, 0), b, 1), c, 2), d, 3)
         blk.store_words(u32_at(tile, extra_offset), block, lane, exists, tops)
@@ -168,6 +131,76 @@ def encode_chunk(tile, x, chunk, tile_elems, num_blocks, codes_offset, extra_off
     n0 = popcount(mask & 0xFFFF)
     n1 = popcount(mask >> 16)
     return q0, q1, before | n0 << 16 | n1 << 24
+
+
+@triton.jit
+def encode_chunk2(tile, x, chunk, tile_elems, num_blocks, codes_offset, planes_offset, L: tl.constexpr):
+    """The same at level 2. Returns what write_streams needs: parts of streams, places in them, whether any lane has raw exponents, and whether
+    any has more than 16 nibbles."""
+    a, b, c, d = x
+    blocks: tl.constexpr = L // 32
+    lanes = tl.arange(0, L)
+    block, lane = chunk * blocks + lanes // 32, lanes % 32
+    nothing = tl.zeros((L,), tl.uint32)
+    totals = blk.quarter_statistics((nothing, nothing, nothing), a, 1)
+    totals = blk.quarter_statistics(totals, b, 1)
+    totals = blk.quarter_statistics(totals, c, 1)
+    totals = blk.quarter_statistics(totals, d, 1)
+    present = tl.minimum(tl.maximum(tile_elems - (chunk * blocks + tl.arange(0, blocks)) * 1024, 0), 1024)
+    block_lo, block_mode = level2.choose_window(totals, present, L)
+    lo, mode = blk.of_lanes(block_lo, L).to(tl.uint32), blk.of_lanes(block_mode, L).to(tl.uint32)
+    if tile_elems < (chunk + 1) * (32 * L):
+        x = level2.fill_absent(x, block, lane, tile_elems, lo)
+    f0, f1, parts = level2.stream_parts(x, lo, mode, tl.max(block_mode, 0) >= 2, L)
+    places, num_bytes = level2.stream_places(f0, f1, parts, L)
+    exists = block < num_blocks
+    codes = u32_at(tile, codes_offset) + block * 64 + lane
+    tl.store(codes, f0, mask=exists)
+    tl.store(codes + 32, f1, mask=exists)
+    tl.store(u32_at(tile, 16) + block, lo | mode << 8 | num_bytes.to(tl.uint32) << 16, mask=exists & (lane == 0))
+    planes = u32_at(tile, planes_offset)
+    blk.store_remainders(planes, block, lane, num_blocks, x[0], 0, L, 1)
+    blk.store_remainders(planes, block, lane, num_blocks, x[1], 1, L, 1)
+    blk.store_remainders(planes, block, lane, num_blocks, x[2], 2, L, 1)
+    blk.store_remainders(planes, block, lane, num_blocks, x[3], 3, L, 1)
+    return parts, places, tl.max(popcount(parts[3]), 0) > 0, tl.max(popcount(parts[2]), 0) > 16
+
+
+@triton.jit
+def write_streams(to, end, kept, row, heads, from_byte, chunk, L: tl.constexpr):
+    """The streams of a chunk to words ``to`` .. ``to + end``, which were zero and hold the tile's from byte ``from_byte`` on."""
+    parts, places, any_raw, any_long = kept
+    lanes = tl.arange(0, L)
+    block, lane = chunk * (L // 32) + lanes // 32, lanes % 32
+    start = earlier_escapes(heads, lane, block, L) - from_byte
+    level2.write_stream(to, end, start, parts, places, row + block * 1024 + 8 * lane, any_raw, any_long)
+
+
+@triton.jit
+def clear_words(to, end, L: tl.constexpr):
+    first = 0
+    while first < end:
+        i = first + tl.arange(0, L)
+        tl.store(to + i, i * 0, mask=i < end)
+        first += L
+
+
+@triton.jit
+def store_spill(row, tile, heads, tile_elems, num_blocks, first, pool, from_byte, num_bytes, L: tl.constexpr):
+    """Level 2: bytes from_byte .. from_byte + num_bytes of a tile's streams to ``pool``, from raw data and headers again."""
+    lanes = tl.arange(0, L)
+    lane = lanes % 32
+    to, end = pool.to(tl.pointer_type(tl.int32)), num_bytes // 4
+    clear_words(to, end, L)
+    tl.debug_barrier()
+    for chunk in range(first // (L // 32), (num_blocks + L // 32 - 1) // (L // 32)):
+        block = chunk * (L // 32) + lanes // 32
+        head = tl.load(u32_at(tile, 16) + block, mask=block < num_blocks, other=0)
+        lo, mode = head & 0xFF, (head >> 8) & 0xFF
+        x = level2.fill_absent(load_chunk(row, chunk, tile_elems, False, L, 1), block, lane, tile_elems, lo)
+        f0, f1, parts = level2.stream_parts(x, lo, mode, tl.max(mode.to(tl.int32), 0) >= 2, L)
+        places, _ = level2.stream_places(f0, f1, parts, L)
+        write_streams(to, end, (parts, places, tl.max(popcount(parts[3]), 0) > 0, True), row, heads, from_byte, chunk, L)
 
 
 @triton.jit
@@ -215,7 +248,7 @@ def tiles(x, frames, counts, row_stride: tl.int64, frame_stride: tl.int64, skip:
           given_lo: tl.int32, tiles_offset: tl.int32, tile_bytes: tl.int32, last_blocks: tl.int32, escapes_offset: tl.int32,
           capacity: tl.int32, codes_offset: tl.int32, extra_offset: tl.int32, planes_offset: tl.int32, last_escapes_offset: tl.int32,
           last_capacity: tl.int32, last_codes_offset: tl.int32, last_extra_offset: tl.int32, last_planes_offset: tl.int32,
-          aligned: tl.int32, L: tl.constexpr, DT: tl.constexpr):
+          aligned: tl.int32, L: tl.constexpr, DT: tl.constexpr, LEVEL: tl.constexpr):
     """Grid (tiles, rows without the skipped one). aligned: rows of x start on 16-byte addresses."""
     t, index = tl.program_id(0), tl.program_id(1)
     row = index + ((skip >= 0) & (index >= skip)).to(tl.int32)
@@ -233,35 +266,43 @@ def tiles(x, frames, counts, row_stride: tl.int64, frame_stride: tl.int64, skip:
     lanes = tl.arange(0, L)
     lane = lanes % 32
 
+    slots = tile + escapes_offset
+    if LEVEL == 2:
+        clear_words(u32_at(slots, 0), capacity // 4, L)
     wide_source = tl.multiple_of(source, 16)
     kept = ()
     for chunk in tl.static_range(chunks):
         raw = load_chunk(wide_source, chunk, tile_elems, aligned != 0, L, DT)
-        kept = kept + (encode_chunk(tile, raw, chunk, tile_elems, num_blocks, codes_offset, extra_offset, planes_offset, given_lo, L, DT),)
+        if LEVEL == 2:
+            kept = kept + (encode_chunk2(tile, raw, chunk, tile_elems, num_blocks, codes_offset, planes_offset, L),)
+        else:
+            kept = kept + (encode_chunk(tile, raw, chunk, tile_elems, num_blocks, codes_offset, extra_offset, planes_offset, given_lo, L, DT),)
 
-    tl.debug_barrier()                       # block headers, and codes, are read again
+    tl.debug_barrier()                       # block headers, and codes, are read again; slots are zero
     heads = tl.load(u32_at(tile, 16) + lane, mask=lane < num_blocks, other=0)
     i = tl.arange(0, 32)
     total = tl.sum((tl.load(u32_at(tile, 16) + i, mask=i < num_blocks, other=0) >> 16).to(tl.int32), 0)
-    slots = tile + escapes_offset
-    many = lanes * 0
-    for chunk in tl.static_range(chunks):
-        q0, q1, numbers = kept[chunk]
-        n0, n1 = (numbers >> 16) & 0xFF, numbers >> 24
-        place = earlier_escapes(heads, lane, chunk * (L // 32) + lanes // 32, L) + (numbers & 0xFFFF)
-        store_bytes(slots, place, capacity, q0, n0)
-        store_bytes(slots, place + n0, capacity, q1, n1)
-        many = tl.maximum(many, tl.maximum(n0, n1))
-    if tl.max(many, 0) > 4:
-        store_escapes_of_codes(source, tile, heads, codes_offset, 0, num_blocks, slots, 0, capacity, L, DT)
+    if LEVEL == 2:
+        for chunk in tl.static_range(chunks):
+            write_streams(slots.to(tl.pointer_type(tl.int32)), capacity // 4, kept[chunk], source, heads, 0, chunk, L)
+    else:
+        many = lanes * 0
+        for chunk in tl.static_range(chunks):
+            q0, q1, numbers = kept[chunk]
+            n0, n1 = (numbers >> 16) & 0xFF, numbers >> 24
+            place = earlier_escapes(heads, lane, chunk * (L // 32) + lanes // 32, L) + (numbers & 0xFFFF)
+            store_bytes(slots, place, capacity, q0, n0)
+            store_bytes(slots, place + n0, capacity, q1, n1)
+            many = tl.maximum(many, tl.maximum(n0, n1))
+        if tl.max(many, 0) > 4:
+            store_escapes_of_codes(source, tile, heads, codes_offset, 0, num_blocks, slots, 0, capacity, L, DT)
+        at = total
+        while at < capacity:
+            tl.store(slots + at + lanes, tl.zeros((L,), tl.uint8), mask=at + lanes < capacity)
+            at += L
     i = tl.arange(0, 4)
     tl.store(u32_at(tile, 0) + i, tl.where(i == 0, total, 0).to(tl.uint32))
     tl.store(counts + index.to(tl.int64) * num_tiles + t, total)
-    place = total + lanes
-    while total < capacity:
-        tl.store(slots + place, tl.zeros((L,), tl.uint8), mask=place < capacity)
-        place += L
-        total += L
 
 
 @triton.jit
@@ -296,7 +337,7 @@ def finish(x, frames, counts, status, row_stride: tl.int64, frame_stride: tl.int
            num_rows: tl.int32, tiles_offset: tl.int32, tile_bytes: tl.int32, last_blocks: tl.int32, capacity: tl.int32,
            codes_offset: tl.int32, last_capacity: tl.int32, last_codes_offset: tl.int32, pools_offset: tl.int64, pool_bytes: tl.int32,
            last_pool_bytes: tl.int32, h0: tl.int32, h1: tl.int32, h2: tl.int32, h3: tl.int32, h4: tl.int32, L: tl.constexpr,
-           DT: tl.constexpr):
+           DT: tl.constexpr, LEVEL: tl.constexpr):
     """Grid (tiles or 1, rows without the skipped one). h0..h4: the header's first five words, the rest is 0 but for the status."""
     t, index = tl.program_id(0), tl.program_id(1)
     row = index + ((skip >= 0) & (index >= skip)).to(tl.int32)
@@ -345,6 +386,10 @@ def finish(x, frames, counts, status, row_stride: tl.int64, frame_stride: tl.int
                     i = tl.arange(0, 32)
                     in_block = (tl.load(u32_at(tile, 16) + i, mask=i < num_blocks, other=0) >> 16).to(tl.int32)
                     first = tl.sum((tl.cumsum(in_block, 0) - in_block <= room).to(tl.int32), 0) - 1
-                    store_escapes_of_codes(x + (row.to(tl.int64) * row_stride + t.to(tl.int64) * TILE_ELEMS), tile, heads,
-                                           tl.where(last, last_codes_offset, codes_offset), first, num_blocks, pool + offset, room,
-                                           room + own, L, DT)
+                    source = x + (row.to(tl.int64) * row_stride + t.to(tl.int64) * TILE_ELEMS)
+                    if LEVEL == 2:
+                        tile_elems = tl.minimum(numel - t.to(tl.int64) * TILE_ELEMS, TILE_ELEMS).to(tl.int32)
+                        store_spill(source, tile, heads, tile_elems, num_blocks, first, pool + offset, room, own, L)
+                    else:
+                        store_escapes_of_codes(source, tile, heads, tl.where(last, last_codes_offset, codes_offset), first, num_blocks,
+                                               pool + offset, room, room + own, L, DT)

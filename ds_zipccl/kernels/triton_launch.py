@@ -11,10 +11,10 @@ _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 class Launcher:
-    """One kernel function of triton_block.kernel. Its arguments are pointers, numbers, and the constants L and DT, in this order."""
+    """One kernel function of triton_block.kernel. Its arguments are pointers, numbers, and the constants L, DT and LEVEL, in this order."""
 
-    def __init__(self, function, num_warps: int, max_registers: int | None = None):
-        self._function, self._num_warps = function, num_warps
+    def __init__(self, function, num_warps: int, max_registers: int | None = None, level: int = 1):
+        self._function, self._num_warps, self._level = function, num_warps, level
         self._options = {"num_warps": num_warps}
         if max_registers:
             self._options["maxnreg"] = max_registers
@@ -27,7 +27,7 @@ class Launcher:
 
     def __call__(self, grid: tuple[int, int], index: int, dtype_code: int, tensors: tuple, numbers: tuple) -> None:
         """``index``: the current device, -1: a CPU, where the interpreter runs. ``tensors``: floating-point ones are passed as bits."""
-        constants = (32 * self._num_warps, dtype_code)
+        constants = (32 * self._num_warps, dtype_code, self._level)
         if knobs.runtime.interpret:
             pointers = (t.view(_VIEW[t.element_size()]) if t.is_floating_point() else t for t in tensors)
             self._function[grid](*pointers, *numbers, *constants, num_warps=self._num_warps)

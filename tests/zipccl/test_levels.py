@@ -8,7 +8,7 @@ from ds_zipccl.codec import format as fmt
 from ds_zipccl.codec.codec import Codec, compress, decompress
 from ds_zipccl.codec.dtypes import BY_TORCH, TABLE
 from ds_zipccl.errors import KernelError
-from ds_zipccl.kernels import impl_reference, impl_triton, loader, ops
+from ds_zipccl.kernels import impl_cpu, impl_cuda, impl_reference, impl_triton, loader, ops
 from tests.helpers.bits import assert_same_bits
 from tests.zipccl.codec_cases import BF16, data, header_of
 
@@ -51,10 +51,8 @@ def test_the_best_set_is_the_best_that_knows_the_level(first_level_only, caplog)
     assert_same_bits(decompress(frame, torch.empty_like(x)), x)
 
 
-def test_triton_says_that_it_does_not_know_level_2():
-    assert impl_triton._Numbers(fmt.layout(BY_TORCH[BF16], 3000)).finish
-    with pytest.raises(KernelError, match="Triton kernels do not know this compression level.*2"):
-        impl_triton._Numbers(LEVEL_2)
+def test_every_set_of_ours_knows_every_level():
+    assert {impl_reference.levels, impl_cpu.CpuKernels.levels, impl_cuda.CudaKernels.levels, impl_triton.TritonKernels.levels} == {(1, 2)}
 
 
 def test_a_codec_of_level_2_takes_no_window():

@@ -1,5 +1,5 @@
 """The Triton kernels as a kernel set: the same frames as every other implementation, portable (triton_encode.py,
-triton_decode.py). Queued on the current stream, nothing waits; corrupt frames are noted as impl_cuda.py describes.
+triton_decode.py, triton_reduce.py). Queued on the current stream, nothing waits; corrupt frames are noted as impl_cuda.py describes.
 
 With TRITON_INTERPRET=1 in the environment (before Triton is first imported) the kernels run on CPU tensors: slow, for tests.
 """
@@ -60,10 +60,10 @@ class TritonKernels:
     levels = (1, 2)
 
     def __init__(self, launches: dict[int, dict[str, tuple[int, int | None]]] = LAUNCHES):
-        from ds_zipccl.kernels import triton_decode, triton_encode
+        from ds_zipccl.kernels import triton_decode, triton_encode, triton_reduce
         from ds_zipccl.kernels.triton_launch import Launcher
         functions = {"tiles": triton_encode.tiles, "finish": triton_encode.finish, "decode": triton_decode.decode,
-                     "decode_reduce": triton_decode.decode_reduce}
+                     "decode_reduce": triton_reduce.decode_reduce}
         self._launchers = {level: SimpleNamespace(**{name: Launcher(functions[name], *how, level) for name, how in rows.items()})
                            for level, rows in launches.items()}
         self._errors: dict[int, torch.Tensor] = {}

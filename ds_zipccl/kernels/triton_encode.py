@@ -135,8 +135,8 @@ def encode_chunk(tile, x, chunk, tile_elems, num_blocks, codes_offset, extra_off
 
 @triton.jit
 def encode_chunk2(tile, x, chunk, tile_elems, num_blocks, codes_offset, planes_offset, L: tl.constexpr):
-    """The same at level 2. Returns what write_streams needs: parts of streams, places in them, whether any lane has raw exponents, and whether
-    any has more than 16 nibbles."""
+    """The same at level 2. Returns what write_streams needs: parts of streams, places in them, whether any lane has raw exponents, and
+    whether any has more than 16 nibbles."""
     a, b, c, d = x
     blocks: tl.constexpr = L // 32
     lanes = tl.arange(0, L)
@@ -276,7 +276,8 @@ def tiles(x, frames, counts, row_stride: tl.int64, frame_stride: tl.int64, skip:
         if LEVEL == 2:
             kept = kept + (encode_chunk2(tile, raw, chunk, tile_elems, num_blocks, codes_offset, planes_offset, L),)
         else:
-            kept = kept + (encode_chunk(tile, raw, chunk, tile_elems, num_blocks, codes_offset, extra_offset, planes_offset, given_lo, L, DT),)
+            kept = kept + (encode_chunk(tile, raw, chunk, tile_elems, num_blocks, codes_offset, extra_offset, planes_offset, given_lo, L,
+                                        DT),)
 
     tl.debug_barrier()                       # block headers, and codes, are read again; slots are zero
     heads = tl.load(u32_at(tile, 16) + lane, mask=lane < num_blocks, other=0)

@@ -1,8 +1,8 @@
 """Level 2 in Triton (docs/format.md, section 9): what csrc/zipccl/level2.cuh does for a warp, for ``L`` lanes at once. BF16 alone.
 
-As there, a lane's 32 elements are fields of 2 bits in two words k: element (j, k, w, h) is field 4 b + j of word k, with b = w + 2 h. Sets of
-elements are masks of their fields' lower bits; a *combined* mask of both words has bit 8 b + 2 j + k. What goes to a stream, and comes from
-it, is in four *queues* of nibbles, one for each b: a lane has 8 elements at most in each, so a queue is a word.
+As there, a lane's 32 elements are fields of 2 bits in two words k: element (j, k, w, h) is field 4 b + j of word k, with b = w + 2 h. Sets
+of elements are masks of their fields' lower bits; a *combined* mask of both words has bit 8 b + 2 j + k. Nibbles that go to a stream, or
+come from it, are in four *queues*, one for each b: a lane has 8 elements at most in each, so a queue is a word.
 """
 import triton
 import triton.language as tl
@@ -135,8 +135,8 @@ def code_fields(x, lo, mode, ZEROS: tl.constexpr):
 
 @triton.jit
 def nibbles_of_pairs(l0, l1, minus_base, z):
-    """A byte an element b of two pairs: its nibble if it has no code. ``minus_base``: 9 minus the window's lowest exponent, at bit 7 of both
-    halves; ``z``: 1 in every byte where zeros have a code of their own, else 0."""
+    """A byte an element b of two pairs: its nibble if it has no code. ``minus_base``: 9 minus the window's lowest exponent, at bit 7 of
+    both halves; ``z``: 1 in every byte where zeros have a code of their own, else 0."""
     e0, e1 = l0 & 0x7F807F80, l1 & 0x7F807F80
     twenty = tl.full(e0.shape, 20 * 0x00800080, tl.uint32)
     u = byte_perm(add_min_halves(e0, minus_base, twenty) << 1, add_min_halves(e1, minus_base, twenty) << 1, 0x7351)
@@ -150,7 +150,7 @@ def nibbles_of_pairs(l0, l1, minus_base, z):
 
 @triton.jit
 def push_nibbles(queues, raws, rest, v, BIT: tl.constexpr):
-    """Puts the nibbles v of elements BIT = 2 j + k, where they are in ``rest``, before those in the queues, and adds the raw ones to raws."""
+    """Puts the nibbles v of elements BIT = 2 j + k, where they are in ``rest``, before those in the queues; adds the raw ones to raws."""
     q0, q1, q2, q3 = queues
     here = (rest >> BIT) & EVERY_BYTE
     v &= here * 0x0F
@@ -195,8 +195,8 @@ def stream_parts(x, lo, mode, any_zero_mode, L: tl.constexpr):
 
 @triton.jit
 def stream_places(f0, f1, parts, L: tl.constexpr):
-    """Where the parts of each lane go in its block's stream, second code | nibble << 10 | raw byte << 21; and the bytes of the whole stream,
-    [L] both."""
+    """Where the parts of each lane go in its block's stream, second code | nibble << 10 | raw byte << 21; and the bytes of the whole
+    stream, [L] both."""
     _, _, rest, raws = parts
     num_second = popcount(zero_fields(f0) | zero_fields(f1) << 1)
     both, sums = before_and_sum(num_second | popcount(rest) << 16, L)

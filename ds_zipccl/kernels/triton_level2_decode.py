@@ -2,7 +2,6 @@
 import triton
 import triton.language as tl
 
-from ds_zipccl.kernels import triton_block as blk
 from ds_zipccl.kernels import triton_level2 as level2
 from ds_zipccl.kernels.triton_block import u32_at
 from ds_zipccl.kernels.triton_level2 import EVERY_BYTE, ZERO_FIRST, ZERO_SECOND
@@ -48,9 +47,9 @@ def raws_of(queue, count):
 
 @triton.jit
 def streams_of(places, start, codes, L: tl.constexpr):
-    """What is in the streams of each lane's block, which begin at byte ``start``: the second codes of both words, the combined mask of elements
-    without codes, four queues of nibbles, the places of their raw exponents in bytes; and the bytes that the stream must have [L], and the raw
-    exponents of each lane."""
+    """What is in each lane's block's stream, which begins at byte ``start``: the second codes of both words, the combined mask of elements
+    without codes, four queues of nibbles, the places of their raw exponents in bytes; then the bytes that the stream must have [L], and
+    each lane's number of raw exponents."""
     f0, f1 = codes
     m0, m1 = level2.zero_fields(f0), level2.zero_fields(f1)
     bits0, bits1 = level2.bits_up_to(m0), level2.bits_up_to(m1)
@@ -117,8 +116,8 @@ def raw_of(places, at, here, nibble):
 
 @triton.jit
 def four_exponents(fields, mask, tables, rest, queues, raws, places, unusual, J: tl.constexpr, K: tl.constexpr):
-    """The exponents of the lane's elements (J, K, b), a byte each; the queues and places of raw exponents behind them. ``fields``: first and
-    second codes of word K, ``mask``: which are second ones; ``unusual``: there may be raw exponents."""
+    """The exponents of the lane's elements (J, K, b), a byte each; the queues and places of raw exponents behind them. ``fields``: first
+    and second codes of word K, ``mask``: which are second ones; ``unusual``: there may be raw exponents."""
     first, second, n0, n1, n2, n3 = tables
     q0, q1, q2, q3 = queues
     e = look_up(first, second, selector_of(((fields >> (2 * J)) & 0x03030303) | ((mask >> (2 * J)) & EVERY_BYTE) << 2))

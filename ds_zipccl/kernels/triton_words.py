@@ -37,14 +37,14 @@ def byte_perm(a, b, SELECTOR: tl.constexpr):
 
 
 @triton.jit
-def _looked_up(low, high, selector, I: tl.constexpr):
-    index = (selector >> (4 * I)) & 7
-    return ((tl.where(index < 4, low, high) >> (8 * (index & 3))) & 0xFF) << (8 * I)
+def _looked_up(low, high, selector, DIGIT: tl.constexpr):
+    index = (selector >> (4 * DIGIT)) & 7
+    return ((tl.where(index < 4, low, high) >> (8 * (index & 3))) & 0xFF) << (8 * DIGIT)
 
 
 @triton.jit
 def look_up(low, high, selector):
-    """Four of the bytes of ``low`` (0 to 3) and ``high`` (4 to 7), named by the lowest four hexadecimal digits of ``selector``, all below 8."""
+    """Four of the bytes of ``low`` (0 to 3) and ``high`` (4 to 7), named by the lowest hexadecimal digits of ``selector``, all below 8."""
     if PTX >= 80:
         return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selector], tl.uint32, True, 1)
     else:

@@ -143,6 +143,7 @@ def run_all(args, env, console):
 
 def main():
     args, console = parse_args(), Console()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("demo: stopped"))  # so that run() ends the training as well
     import demo_report  # torch and matplotlib: only once the arguments are known to be good
     import torch
 

@@ -30,6 +30,8 @@ def _find_nvrtc() -> ctypes.CDLL:
     names += sorted(map(str, packages.glob(f"**/libnvrtc.so.{major}")))
     for name in names:
         try:
+            for builtins in sorted(Path(name).parent.glob("libnvrtc-builtins.so.*")) if "/" in name else ():
+                ctypes.CDLL(str(builtins))               # NVRTC opens it by its bare name, and looks in no folder of ours
             return ctypes.CDLL(name)
         except OSError:
             pass

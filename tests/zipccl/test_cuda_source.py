@@ -40,12 +40,19 @@ def test_nvcc_compiles(source: Path, arch: str, tmp_path):
                     str(tmp_path / "out.cubin")], check=True, timeout=300)
 
 
-def test_nvrtc_compiles():
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_nvrtc_compiles(arch):
+    """Every kernel of every dtype and level, from the same source."""
     try:
         nvrtc._find_nvrtc()
     except BuildError as error:
         pytest.skip(f"NVRTC is not installed: {error}")
-    assert nvrtc.compile_cubin(ZIPCCL_CUDA.source_paths()[0], "sm_90")[:4] == b"\x7fELF"
+    cubin = nvrtc.compile_cubin(ZIPCCL_CUDA.source_paths()[0], arch)
+    assert cubin[:4] == b"\x7fELF"
+    formats = [f"{nvrtc._DTYPE_NAMES[row.code]}{'_level2' if level == 2 else ''}" for row in TABLE for level in row.levels]
+    missing = [name for name in (f"zipccl_{operation}_{one}" for operation in nvrtc._WARPS for one in formats)
+               if f"\0.text.{name}\0".encode() not in cubin]
+    assert not missing
 
 
 @pytest.fixture(scope="module")

@@ -91,16 +91,16 @@ def test_entry_points_and_version(installed, tmp_path):
 import json, sys
 from importlib.metadata import entry_points, requires, version
 (backend,) = entry_points(group="torch.backends", name="zipscape")
-(script,) = entry_points(group="console_scripts", name="ds_zipccl")
+scripts = [script for name in ("ds_scape", "ds_zipccl") for script in entry_points(group="console_scripts", name=name)]
 import torch, zipscape
 armed = any(type(finder).__module__ == "zipscape.activate" for finder in sys.meta_path)
-print(json.dumps([backend.value, script.value, callable(script.load()), armed, version("zipscape") ==
+print(json.dumps([backend.value, [s.value for s in scripts], all(callable(s.load()) for s in scripts), armed, version("zipscape") ==
                   zipscape.__version__, requires("zipscape")]))
 """
-    backend, script, is_callable, armed, same_version, requires = json.loads(
+    backend, scripts, are_callable, armed, same_version, requires = json.loads(
         run(installed, "-c", code, cwd=tmp_path).splitlines()[-1])
-    assert (backend, script) == ("zipscape.activate:autoload", "ds_zipccl.cli.main:main")
-    assert is_callable and armed and same_version
+    assert (backend, scripts) == ("zipscape.activate:autoload", ["ds_scape.cli.main:main", "ds_zipccl.cli.main:main"])
+    assert are_callable and armed and same_version
     assert "torch<2.14,>=2.11" in requires and "deepspeed==0.19.8" in requires
     assert (installed.parent / "ds_zipccl").exists()
 

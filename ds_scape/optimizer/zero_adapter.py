@@ -18,6 +18,7 @@ from ds_scape.optimizer.offload import Passage, host_residual
 from ds_scape.optimizer.state import FlatState
 from ds_scape.optimizer.statistics import StepRows
 from ds_scape.sync.partition import TensorSlot, flat_layout
+from ds_scape.sync.traffic import held_bytes
 from ds_scape.sync.transport import Transport
 from zipscape.errors import ConfigError, ZipScapeError, describe
 
@@ -78,12 +79,9 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
 
     def _announce_memory(self) -> None:
         """Rank 0 says what SCAPE holds on this rank beyond dense ZeRO with gradients of the same type."""
-        layout, flats = self.flow.layout, self.flow.flats
-        residual = sum(flat.residual.numel() * flat.residual.element_size() for flat in flats)
-        owner = sum(flat.square.numel() * 4 + flat.last_sync.numel() * 4 for flat in flats)
-        positions = 8 * sum(layout.splits(dense=False)) if layout.has_masks else 0
-        log_dist(f"SCAPE: {(residual + owner + positions) / 1e6:.1f} MB a rank beyond dense ZeRO: residual {residual / 1e6:.1f}, owner's q "
-                 f"and ages {owner / 1e6:.1f}, positions of a mask {positions / 1e6:.1f}", ranks=[0])
+        held = {what: num / 1e6 for what, num in held_bytes(self.flow.layout, self.flow.flats[0].residual.element_size()).items()}
+        log_dist(f"SCAPE: {sum(held.values()):.1f} MB a rank beyond dense ZeRO: residual {held['residual']:.1f}, owner's q and ages "
+                 f"{held['owner']:.1f}, positions of a mask {held['positions']:.1f}", ranks=[0])
 
     def watch(self) -> None:
         """Statistics of every step from now on, in ``last_row`` and in the log."""

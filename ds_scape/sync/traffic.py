@@ -1,4 +1,4 @@
-"""How many bytes a rank sends per step. Follows from shapes and settings alone; tests compare it with what is really sent."""
+"""How many bytes a rank sends per step, and keeps. Follows from shapes and settings alone; tests compare it with what is really sent."""
 from ds_scape.sync.mask import MaskCodec
 from ds_scape.sync.partition import Layout
 
@@ -26,3 +26,11 @@ def dense_zero_bytes(layout: Layout, weight_bytes: int, *, reduce_scatter: bool 
     owners only; False: they are all-reduced, as stock DeepSpeed does, which sends twice as much."""
     share = sum(flat.partition_numel for flat in layout.flats) * (layout.world_size - 1)
     return weight_bytes * share * (2 if reduce_scatter else 3)
+
+
+def held_bytes(layout: Layout, residual_bytes: int = 4) -> dict[str, int]:
+    """What a rank keeps beyond dense ZeRO with gradients of the same type: its "residual" (``residual_bytes`` per coordinate of all ranks),
+    the "owner"'s moving average of squares and ages for its own coordinates, the "positions" of the present mask."""
+    own = sum(flat.partition_numel for flat in layout.flats)
+    masked = sum(flat.count(rank, dense=False) for flat in layout.flats if not flat.is_full for rank in range(layout.world_size))
+    return {"residual": residual_bytes * own * layout.world_size, "owner": 8 * own, "positions": 8 * masked}

@@ -1,0 +1,26 @@
+"""The ``ds_scape`` command."""
+import argparse
+import sys
+
+from ds_scape.cli import estimate
+from zipscape.errors import ZipScapeError
+
+COMMANDS = {"estimate": estimate}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one subcommand; returns the exit status. Errors of ours are printed as one paragraph, without a traceback."""
+    parser = argparse.ArgumentParser(prog="ds_scape", description="SCAPE: an optimizer that synchronises a small part of the coordinates.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, module in COMMANDS.items():
+        module.add_arguments(commands.add_parser(name, help=module.HELP, description=module.DESCRIPTION))
+    args = parser.parse_args(argv)
+    try:
+        return COMMANDS[args.command].run(args)
+    except ZipScapeError as error:
+        print(f"ds_scape: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from ds_zipccl.backend import front, torch_calls, torch_session
 from ds_zipccl.backend.torch_batch import batch_through_coalescing
 from ds_zipccl.collectives.registry import Call, specs
+from ds_zipccl.collectives.transport import abort_backend
 
 NAME = "zipccl"
 FORWARDED = ("send", "recv", "recv_anysource")
@@ -36,6 +37,7 @@ class ZipProcessGroup(ProcessGroup):
         self._coalescing = False
         self._specs = specs()
         self._inner: ProcessGroup | None = None
+        self._joined = False
         self._zipccl = torch_session.join(options)
         try:
             self._connect(options, native_options)
@@ -46,7 +48,7 @@ class ZipProcessGroup(ProcessGroup):
 
     def _connect(self, options, native_options) -> None:
         inner = ProcessGroup(options.store, options.group_rank, options.group_size)
-        backends = list(_native_backends(options, native_options))
+        backends = self._backends = list(_native_backends(options, native_options))
         for group in (self, inner):
             group._set_default_backend(backends[-1][1])
             for device, backend_type, backend in backends:
@@ -57,7 +59,7 @@ class ZipProcessGroup(ProcessGroup):
     def _ask(self, method: str, *args, **kwargs) -> dist.Work:
         """A collective: zipped if it may be, else native and counted with the reason."""
         asked = torch_calls.understand(method, args, kwargs)
-        call = None if self._coalescing else self._call(asked)
+        call = None if self._coalescing or not self._joined else self._call(asked)
         if call is not None:
             work = front.run(self._zipccl, call)
         else:
@@ -99,17 +101,15 @@ class ZipProcessGroup(ProcessGroup):
             self._inner.shutdown()
 
     def abort(self):
-        """Ends the connections at once. What was in flight may fail: the waits for it say so, not this call."""
-        self._inner.abort()
-        try:
-            self._leave()
-        except Exception:
-            torch_session.log.debug("calls were in flight on the aborted group %s", self._inner.group_name, exc_info=True)
+        """Ends the connections at once, on this rank alone. What is in flight fails: the waits for it say so, not this call."""
+        for device, _, backend in self._backends:
+            abort_backend(backend, device)
+        self._leave(at_once=True)
 
-    def _leave(self) -> None:
+    def _leave(self, at_once: bool = False) -> None:
         if self._joined:
             self._joined = False
-            torch_session.leave(self._inner)
+            torch_session.leave(self._inner, at_once)
 
 
 def _native_backends(options, native_options):

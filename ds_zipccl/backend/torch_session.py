@@ -135,14 +135,15 @@ def join(options) -> Runtime:
     return _current.runtime
 
 
-def leave(group: dist.ProcessGroup | None) -> None:
+def leave(group: dist.ProcessGroup | None, at_once: bool = False) -> None:
     """Ends a group's part: completes what is in flight on ``group`` (None: it never came to life), whatever fails; then raises the first
-    failure. With the last group the session ends. All ranks of the group at the same point."""
+    failure. With the last group the session ends. All ranks of the group at the same point; or ``at_once``, on this rank alone: what is in
+    flight fails."""
     global _current
     session = _current
     try:
         if group is not None:
-            session.runtime.close(group)
+            (session.runtime.abort if at_once else session.runtime.close)(group)
     finally:
         session.num_groups -= 1
         if session.num_groups == 0:

@@ -57,11 +57,12 @@ class Completer:
                 task()
                 del task
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         """Ends the thread after the tasks it has."""
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join()
+            if wait:
+                self._thread.join()
             self._thread = None
 
 

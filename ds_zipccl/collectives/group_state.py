@@ -2,6 +2,7 @@
 import functools
 import logging
 import threading
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,8 @@ from ds_zipccl.collectives.completer import WATCH, Completer
 from ds_zipccl.collectives.transport import SideChannel
 from ds_zipccl.collectives.windows import Windows
 from ds_zipccl.collectives.work import Pending
-from zipscape.errors import ZipScapeError
+from ds_zipccl.errors import CollectiveError
+from zipscape.errors import ZipScapeError, describe
 
 log = logging.getLogger("ds_zipccl")
 
@@ -24,7 +26,8 @@ class GroupState:
     from shapes."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self.group = group
+        # Who destroys a group without a word to us, as torch's own function under DeepSpeed does, shall be rid of it and of the channels.
+        self._group, self._name = weakref.ref(group, self._when_gone(weakref.ref(self))), group.group_name
         self.side = SideChannel(group, device)
         self.completer = Completer(device)
         self._device = device
@@ -33,10 +36,19 @@ class GroupState:
         self.windows = Windows()
         self._measured: dict[tuple, switch.Measured] = {}
         self.num_asked, self.answers = 0, None          # all-to-alls before the switch knows pieces that could be zipped
-        self._pairs_connected = False
+        self._pairs_connected = self._ended = False
         self._in_flight: list[Pending] = []        # in launch order
         self._lock = threading.RLock()              # nobody holds it while he waits for another rank's launch
         WATCH.add(self)
+
+    @staticmethod
+    def _when_gone(this):
+        return lambda _: (state := this()) is not None and state.abort("its group was destroyed")
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """None: it is gone."""
+        return self._group()
 
     @functools.cached_property
     def bulk(self) -> SideChannel:
@@ -161,7 +173,9 @@ class GroupState:
 
     def close(self) -> None:
         """Completes every call in flight and ends the side channel, whatever fails; then raises the first failure."""
-        failures = []
+        if self._ended:
+            return
+        self._ended, failures = True, []
         with self._lock:
             for pending in self._in_flight:
                 try:
@@ -175,6 +189,20 @@ class GroupState:
             self.bulk.close()
         if failures:
             raise failures[0]
+
+    def abort(self, why: str) -> None:
+        """Ends the side channels on this rank alone and at once. The calls in flight fail; nothing of theirs is touched any more."""
+        if self._ended:
+            return
+        self._ended = True
+        failure = CollectiveError(describe("a zipped call cannot be completed", got=why, where=f"group {self._name}"))
+        for pending in tuple(self._in_flight):          # not under the lock, which who waits for a payload has
+            pending.fail(failure)
+        self._in_flight = []
+        self.completer.close(wait=False)
+        self.side.abort()
+        if "bulk" in self.__dict__:
+            self.bulk.abort()
 
     def _forget_finished(self) -> None:
         with self._lock:

@@ -1,4 +1,5 @@
 """Calls that are known to go native: a look instead of the whole decision, so that what gains nothing costs next to nothing."""
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -22,12 +23,13 @@ class Known:
 
 
 def signature(call: Call) -> tuple | None:
-    """All that a lasting decision depends on; None for forms with lists and uneven splits, whose decisions do not last."""
+    """All that a lasting decision depends on; None for forms with lists and uneven splits, whose decisions do not last. Does not keep the
+    group alive."""
     out, data = call.output, call.input
     if not isinstance(out, torch.Tensor) or not isinstance(data, torch.Tensor) or call.input_splits or call.output_splits:
         return None
-    return (call.op, call.group, call.reduce_op, call.root, data.numel(), data.dtype, data.device, out.numel(), out.dtype, out.device,
-            data.layout)
+    return (call.op, weakref.ref(call.group), call.reduce_op, call.root, data.numel(), data.dtype, data.device, out.numel(), out.dtype,
+            out.device, data.layout)
 
 
 class NativeCalls:

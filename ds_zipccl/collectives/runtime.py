@@ -121,13 +121,27 @@ class Runtime:
         if failures:
             raise failures[0]
 
+    def abort(self, group: dist.ProcessGroup) -> None:
+        """Drops the communicators of ``group`` at once; the calls in flight on it fail. On this rank alone."""
+        self._native_calls.forget()
+        for state in self._groups.pop(group.group_name, {}).values():
+            state.abort("its group was aborted")
+
     def state(self, group: dist.ProcessGroup, device: torch.device) -> GroupState:
         """A group may serve CPU and GPU tensors; each kind needs a side channel of its own."""
         states = self._groups.setdefault(group.group_name, {})
         state = states.get(device.type)
         if state is None or state.group is not group:
+            if state is not None and state.group is not None:
+                state.abort("another group has its name, so it was destroyed")
+            self._forget_gone()
             state = states[device.type] = GroupState(group, device)
         return state
+
+    def _forget_gone(self) -> None:
+        for states in self._groups.values():
+            for kind in [kind for kind, state in states.items() if state.group is None]:
+                del states[kind]
 
     def _choose(self, spec: CollectiveSpec, call: Call, state: GroupState) -> str | None:
         """None: zipped. Else the reason for native."""

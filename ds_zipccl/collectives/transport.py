@@ -1,5 +1,6 @@
 """Moves bytes: payloads over the caller's own group, small agreements and resends over side channels of the same
 ranks."""
+import threading
 from datetime import timedelta
 
 import torch
@@ -182,3 +183,16 @@ class SideChannel:
         shutdown = getattr(self._backend, "shutdown", None)      # older torch: dropping the object ends it
         if shutdown is not None:
             shutdown()
+
+    def abort(self) -> None:
+        """Ends the communicator on this rank alone, whatever is in flight. Waits for nothing."""
+        abort_backend(self._backend, self._device.type)
+
+
+def abort_backend(backend: dist.distributed_c10d.Backend, device_type: str) -> None:
+    """Ends what it can of a backend, at once. Gloo cannot: its abort and its destructor wait for what is in flight, until that times out; so
+    a thread has them, and the last reference."""
+    if device_type == "cuda":
+        backend.abort()
+    else:
+        threading.Thread(target=backend.abort, name="zipccl abort", daemon=True).start()

@@ -91,6 +91,11 @@ class Pending:
             self.finished = True
             self._finish = self._release = self._on_words = None     # drop the tensors they hold
 
+    def fail(self, failure: BaseException) -> None:
+        """Nothing of the call is touched any more; its waits raise ``failure``."""
+        if not self.finished:
+            self.failure, self.settled, self.finished = failure, True, True
+
     def _mark(self) -> None:
         self._queued = streams.current(self._words.device)
 

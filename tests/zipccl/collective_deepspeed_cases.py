@@ -1,5 +1,8 @@
 """Cases run on every rank by test_collectives.py: every collective through deepspeed.comm, in place of its own communication object's."""
 import contextlib
+import gc
+import os
+import weakref
 
 import deepspeed
 import deepspeed.comm as ds
@@ -179,3 +182,25 @@ def case_point_to_point_beside_an_all_reduce(rank, world):
         sum_in_order(parts, total)
         assert_same_bits(data, total, "sum")
         assert zipped(live, "all_reduce") == 1
+
+
+def case_groups_destroyed_by_torchs_own_function(rank, world):
+    """Past DeepSpeed and us: nothing of them stays."""
+    device, footprints = torch.get_default_device(), []
+    with under_deepspeed() as live:
+        for seed in range(6):
+            group = dist.new_group(list(range(world)))
+            data, out = gaussian(3000, seed=seed + rank), torch.empty(world * 3000, dtype=torch.bfloat16)
+            ds.all_gather_into_tensor(out, data, group=group)
+            ds.all_gather_into_tensor(out[:2 * world], data[:2], group=group)           # native, and remembered
+            assert_same_bits(out.view(world, -1)[rank][9:], data[9:], "own row")
+            state = weakref.ref(live.state(group, device))
+            dist.barrier(group)
+            dist.destroy_process_group(group)
+            del group
+            gc.collect()
+            assert state() is None or state().group is None
+            footprints.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+        assert zipped(live, "all_gather_into_tensor") == 6
+        dist.barrier()
+    assert footprints[-1][0] <= footprints[2][0] + 2 and footprints[-1][1] <= footprints[2][1] + 4, footprints

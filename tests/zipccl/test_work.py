@@ -10,15 +10,21 @@ from ds_zipccl.collectives import group_state, runtime, streams
 from ds_zipccl.collectives.group_state import GroupState
 from ds_zipccl.collectives.work import Pending, ZipWork
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.errors import CollectiveError
 
 DONE = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
 
 
+class Group:
+    group_name = "g"
+
+
 @pytest.fixture
 def state(monkeypatch):
-    monkeypatch.setattr(group_state, "SideChannel", lambda group, device: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(group_state, "SideChannel", lambda group, device: SimpleNamespace(close=lambda: None, abort=lambda: None))
     monkeypatch.setattr(group_state, "WATCH", SimpleNamespace(add=lambda state: None, wake=lambda: None))
-    return GroupState(SimpleNamespace(group_name="g"), torch.device("cpu"))
+    group = Group()
+    yield GroupState(group, torch.device("cpu"))
 
 
 class Streams:
@@ -165,8 +171,40 @@ def test_a_group_has_a_state_per_device_type(monkeypatch):
     monkeypatch.setattr(group_state, "SideChannel",
                         lambda group, device: SimpleNamespace(close=lambda: closed.append(device.type)))
     live = runtime.Runtime(ZipcclConfig(enabled=True), {})
-    group = SimpleNamespace(group_name="g")
+    group = Group()
     on_cpu, on_gpu, again = (live.state(group, torch.device(name)) for name in ("cpu", "cuda:0", "cpu"))
     assert on_cpu is again and on_cpu is not on_gpu
     live.close(group)
     assert sorted(closed) == ["cpu", "cuda"]
+
+
+def test_a_group_that_was_destroyed_behind_our_back_is_dropped(monkeypatch):
+    """Its channels end when it goes, or when another one takes its name; what was in flight on it fails at once."""
+    Streams(monkeypatch)
+    ended = []
+
+    class Channel:
+        def __init__(self, group, device):
+            self.number = group.number
+
+        def abort(self):
+            ended.append(self.number)
+
+    monkeypatch.setattr(group_state, "SideChannel", Channel)
+    live = runtime.Runtime(ZipcclConfig(enabled=True), {})
+    groups = [Group() for _ in range(3)]
+    for number, group in enumerate(groups):
+        group.number = number
+    first = live.state(groups[0], torch.device("cpu"))
+    work = make(first)
+    second = live.state(groups[1], torch.device("cpu"))
+    assert ended == [0] and second.group is groups[1]
+    for _ in range(2):
+        with pytest.raises(CollectiveError, match="another group has its name"):
+            work.wait()
+    groups[2].group_name = "h"
+    del group, groups[1]
+    assert ended == [0, 1] and second.group is None
+    live.state(groups[1], torch.device("cpu"))
+    assert [len(states) for states in live._groups.values()] == [0, 1]
+    live.close(groups[0])

@@ -19,6 +19,7 @@ import ds_zipccl
 from ds_zipccl.backend import torch_session
 from tests.helpers.bits import assert_same_bits, gaussian
 from tests.zipccl.torch_pg_helpers import AG, ALL_GATHER, ZIPPED, count, init_process_group
+from ds_zipccl.errors import CollectiveError
 from zipscape.errors import ConfigError, HandshakeError
 
 assert init_process_group               # used by tests/helpers/ranks.py
@@ -102,6 +103,21 @@ def case_a_dropped_handle_is_completed_by_destroy(rank, world):
     ALL_GATHER(out.view(-1), data, group=group, async_op=True)
     dist.destroy_process_group(group)
     assert_same_bits(out[rank], data, "own row")
+
+
+def case_abort_is_prompt(rank, world):
+    """A call that the other ranks never make: its rank is free at once, where the group would wait for its timeout."""
+    group = dist.new_group(timeout=timedelta(seconds=15))
+    gather_is_right(group)
+    start = time.monotonic()
+    out = torch.empty(world * 3000, dtype=BF16)
+    work = ALL_GATHER(out, gaussian(3000, seed=rank), group=group, async_op=True) if rank == 0 else None
+    c10d._abort_process_group(group)
+    for _ in range(2):
+        with pytest.raises(CollectiveError, match="aborted") if work else contextlib.nullcontext():
+            work and work.wait()
+    assert time.monotonic() - start < 5
+    gather_is_right(None)
 
 
 def _footprint() -> tuple[int, int]:

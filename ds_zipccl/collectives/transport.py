@@ -190,8 +190,8 @@ class SideChannel:
 
 
 def abort_backend(backend: dist.distributed_c10d.Backend, device_type: str) -> None:
-    """Ends what it can of a backend, at once. Gloo cannot: its abort and its destructor wait for what is in flight, until that times out; so
-    a thread has them, and the last reference."""
+    """Ends what it can of a backend, at once. Gloo cannot: its abort and its destructor wait for what is in flight until that times out,
+    so a thread has them, and the last reference."""
     if device_type == "cuda":
         backend.abort()
     else:

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ds_zipccl
 from ds_zipccl.backend import torch_session
+from ds_zipccl.errors import CollectiveError
 from tests.helpers.bits import assert_same_bits, gaussian
 from tests.zipccl.torch_pg_helpers import AG, ALL_GATHER, ZIPPED, count, init_process_group
-from ds_zipccl.errors import CollectiveError
 from zipscape.errors import ConfigError, HandshakeError
 
 assert init_process_group               # used by tests/helpers/ranks.py

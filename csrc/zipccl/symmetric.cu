@@ -155,22 +155,24 @@ int zipccl_symmetric_claim(void* engine, i64 message, cudaStream_t stream) {
 }
 
 // Message `message` to all peers, whose frames are made on `stream`. For rank r: the frame at `frames` + r * frame_stride, the raw row at
-// `rows` + r * row_stride, the slot at `slot_offsets[r]` of memory r (of this rank's own memory where `slots_here`). `moves`: the frames, of
-// frame_bytes, are copied to the slots by the copy engines; else they are there already and `frames` is not read.
+// `rows` + r * row_stride, the slot at `slot` + r * slot_stride of memory r (of this rank's own memory where `slots_here`). `lanes` > 0: the
+// frames, of frame_bytes, are copied to the slots by the copy engines, on so many streams (1 or 2) in turns; 0: they are there already, and
+// `frames` is not read.
 int zipccl_symmetric_send(void* engine, i64 message, const void* frames, i64 frame_stride, i64 frame_bytes, const void* rows, i64 row_stride,
-                          i64 raw_bytes, const i64* slot_offsets, i64 slots_here, i64 moves, cudaStream_t stream) {
+                          i64 raw_bytes, i64 slot, i64 slot_stride, i64 slots_here, i64 lanes, cudaStream_t stream) {
     Engine* e = (Engine*)engine;
     Announcement a = {};
     a.message = (u32)message, a.raw_bytes = raw_bytes, a.counters = e->counters;
-    const u32 lane = e->num_pushes++ % 2;
+    const bool moves = lanes > 0;
+    const u32 lane = lanes > 1 ? e->num_pushes++ % 2 : 0;
     cudaStream_t push = e->streams[kPush0 + lane], tell = e->streams[kTell];
     if (moves) ZIPCCL_TRY(after(stream, e->made, push));
     for (u32 i = 0; i + 1 < e->num_ranks; i++) {
         const u32 peer = (e->rank + 1 + i) % e->num_ranks;             // not all to the same one at the same time
-        u8* slot = e->memory[slots_here ? e->rank : peer] + slot_offsets[peer];
-        const u8* frame = moves ? (const u8*)frames + peer * frame_stride : slot;
-        if (moves) ZIPCCL_TRY(copy(slot, frame, frame_bytes, push));
-        a.headers[i] = frame, a.slots[i] = slot;
+        u8* to = e->memory[slots_here ? e->rank : peer] + slot + peer * slot_stride;
+        const u8* frame = moves ? (const u8*)frames + peer * frame_stride : to;
+        if (moves) ZIPCCL_TRY(copy(to, frame, frame_bytes, push));
+        a.headers[i] = frame, a.slots[i] = to;
         a.rows[i] = (const u8*)rows + peer * row_stride;
         a.words[i] = e->arrived(peer, e->rank);
     }
@@ -179,10 +181,10 @@ int zipccl_symmetric_send(void* engine, i64 message, const void* frames, i64 fra
     return last_error();
 }
 
-// Takes message `message`: rank r's frame is at `slot_offsets[r]` of this rank's memory (of memory r where `slots_there`), then in row r of
-// `out` (`own`: null), or in the sum `out` (`own`: this rank's row). `geometry` as zipccl_cuda_decode. `read_before`: a message to report
-// as read first, or 0.
-int zipccl_symmetric_receive(void* engine, const void* geometry, i64 message, i64 read_before, const i64* slot_offsets, i64 slots_there,
+// Takes message `message`: rank r's frame is at `slot` + r * slot_stride of this rank's memory (of memory r where `slots_there`), then in
+// row r of `out` (`own`: null), or in the sum `out` (`own`: this rank's row). `geometry` as zipccl_cuda_decode. `read_before`: a message to
+// report as read first, or 0.
+int zipccl_symmetric_receive(void* engine, const void* geometry, i64 message, i64 read_before, i64 slot, i64 slot_stride, i64 slots_there,
                              const void* own, void* out, i64 row_stride) {
     Engine* e = (Engine*)engine;
     cudaStream_t stream = e->streams[kReceive];
@@ -197,7 +199,7 @@ int zipccl_symmetric_receive(void* engine, const void* geometry, i64 message, i6
     c.num_rows = e->num_ranks, c.skip = e->rank, c.status = e->errors;
     r.raw = e->raw;
     for (u32 i = 0; i < e->num_ranks; i++) {
-        r.frames[i] = t.frames[i] = e->memory[slots_there ? i : e->rank] + slot_offsets[i];
+        r.frames[i] = t.frames[i] = e->memory[slots_there ? i : e->rank] + slot + i * slot_stride;
         t.ranks_words[i] = e->read_by(i, e->rank);
     }
     ZIPCCL_LAUNCH(zipccl_turn, dim3(1), kMaxRanks, stream, t);

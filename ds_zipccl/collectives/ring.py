@@ -10,28 +10,24 @@ def align(num_bytes: int) -> int:
 
 
 class Ring:
-    """Regions of ``num_bytes`` bytes that start at ``first``. Messages are numbered from 1."""
+    """Regions in ``room`` bytes from ``first`` on (a multiple of ALIGN_BYTES). Messages are numbered from 1."""
 
-    def __init__(self, first: int, num_bytes: int):
-        self._first, self._end, self._at = align(first), first + num_bytes, align(first)
-        self._taken: deque[tuple[int, int, int]] = deque()          # (start, end, message), oldest first
-        self.num_messages = 0
-
-    @property
-    def room(self) -> int:
-        return self._end - self._first
+    def __init__(self, first: int, room: int):
+        self.first, self.room, self.num_messages = first, room, 0
+        self._at = 0                    # where the next region starts, as if the buffer had no end: round after round
+        self._taken: deque[tuple[int, int]] = deque()          # (start in the same way, message), oldest first
 
     def take(self, num_bytes: int) -> tuple[int, int, int]:
         """The next message's (number, offset of its region, number of the last message that had a part of it; 0: none had)."""
         num_bytes = align(num_bytes)
         if num_bytes > self.room:
             raise ValueError(f"a message of {num_bytes} bytes does not fit in {self.room}")
-        if self._at + num_bytes > self._end:
-            self._at = self._first
-        start, end, before = self._at, self._at + num_bytes, 0
-        while any(low < end and start < high for low, high, _ in self._taken):
-            before = self._taken.popleft()[2]              # with it all older ones
+        start, place, before = self._at, self._at % self.room, 0
+        if place + num_bytes > self.room:
+            start, place = start - place + self.room, 0
+        self._at = start + num_bytes
+        while self._taken and self._taken[0][0] < self._at - self.room:
+            before = self._taken.popleft()[1]
         self.num_messages += 1
-        self._taken.append((start, end, self.num_messages))
-        self._at = end
-        return self.num_messages, start, before
+        self._taken.append((start, self.num_messages))
+        return self.num_messages, self.first + place, before

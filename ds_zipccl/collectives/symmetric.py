@@ -13,6 +13,7 @@ import functools
 from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,10 @@ from ds_zipccl.codec.format import BLOCK_ELEMS, DEFAULT_SPILL_PER_TILE, HEADER_B
 from ds_zipccl.collectives import streams
 from ds_zipccl.collectives.ring import Ring, align
 from ds_zipccl.kernels.geometry import Geometry
+from zipscape.errors import BuildError
 
 LEAD = 3                    # messages sent before the first is received: what is on its way while one is encoded and one decoded
+LANES = 2                   # streams on which copy engines take turns: one begins while another ends
 NUM_IN_RING = 8             # messages of a call that have room: with LEAD in flight here, peers may be as far behind
 MAX_KEPT = 32               # calls whose tensors are kept at most: beyond, the oldest is joined
 
@@ -102,13 +105,17 @@ class OneSided:
 
     def __init__(self, engine, encode, rank: int, memory: list[int], first: int, num_bytes: int):
         self._engine, self._encode, self._rank, self._memory = engine, encode, rank, memory
-        self._world_size, self.ring = len(memory), Ring(first, num_bytes - align(first))
+        self._world_size, self.ring = len(memory), Ring(align(first), num_bytes - align(first))
         self._needed, self._claimed = 0, {}            # messages that must be read for all places to be free; by stream: known to be
         self._num_read = self._num_told = 0            # messages whose reception is queued; of which peers are told so
 
-    def _index(self, rank: int) -> int:
-        """Of a rank's slot or frame among those of its peer."""
-        return 0 if self._world_size == 2 else rank
+    def _row(self, offset: int, rank: int, stride: int) -> int:
+        """Where row ``rank`` of the other ranks' rows is; of two ranks only the other one has a place."""
+        return offset if self._world_size == 2 else offset + rank * stride
+
+    def _row_0(self, offset: int, stride: int) -> int:
+        """What rows count from: row r is ``r * stride`` further."""
+        return offset - (1 - self._rank) * stride if self._world_size == 2 else offset
 
     def messages(self, job: _Job, parts: tuple[Part, ...], way: Way, stream: int):
         """Generates after each step that is queued: emulated peers take turns. A place is taken when its last message's reception is
@@ -131,39 +138,40 @@ class OneSided:
         self._engine.end(self._num_read, call)
 
     def _send(self, job: _Job, part: Part, message: int, offset: int, way: Way, stream: int, made: int) -> None:
-        g, ranks, same = part.g, range(self._world_size), job.row_stride == 0
+        g, here, same = part.g, self._memory[self._rank], job.row_stride == 0
         x = job.rows + part.start * g.itemsize
         if self._claimed.get(stream, 0) < self._needed:
             self._engine.claim(self._needed, stream)
             self._claimed[stream] = self._needed
         if way is Way.PULL:
-            first, stride = self._memory[self._rank] + offset, 0 if same else part.slot_bytes
-            slots = [offset if same else offset + self._index(rank) * part.slot_bytes for rank in ranks]
+            slot_stride = frame_stride = 0 if same else part.slot_bytes
+            slot = self._row_0(offset, slot_stride)
+            frames = here + slot
         else:
-            first, stride = self._memory[self._rank] + offset + part.num_slots * part.slot_bytes, 0 if same else part.frame_stride
-            slots = [offset + self._index(self._rank) * part.slot_bytes] * self._world_size
-        frames = first if same or self._world_size > 2 else first - (1 - self._rank) * stride          # then rank r's is r strides further
+            slot, slot_stride = self._row(offset, self._rank, part.slot_bytes), 0
+            frame_stride = 0 if same else part.frame_stride
+            frames = made or here + self._row_0(offset + part.num_slots * part.slot_bytes, frame_stride)
         if made:
-            frames = made
+            pass
         elif way is Way.STORE:
-            for peer in ranks:
+            for peer, memory in enumerate(self._memory):
                 if peer != self._rank:
-                    self._encode(g, x + peer * job.row_stride, 0, self._memory[peer] + slots[peer], part.slot_bytes, 1, -1, stream)
+                    self._encode(g, x + peer * job.row_stride, 0, memory + slot, part.slot_bytes, 1, -1, stream)
         elif same:
-            self._encode(g, x, 0, frames, align(g.frame_bytes), 1, -1, stream)
+            self._encode(g, x, 0, frames, part.slot_bytes, 1, -1, stream)
         else:
-            self._encode(g, x, job.row_stride, frames, stride, self._world_size, self._rank, stream)
-        self._engine.send(message, frames, stride, g.frame_bytes, x, job.row_stride, g.numel * g.itemsize, slots, way is Way.PULL,
-                          way is Way.COPY, stream)
+            self._encode(g, x, job.row_stride, frames, frame_stride, self._world_size, self._rank, stream)
+        self._engine.send(message, frames, frame_stride, g.frame_bytes, x, job.row_stride, g.numel * g.itemsize, slot, slot_stride,
+                          way is Way.PULL, LANES if way is Way.COPY else 0, stream)
 
     def _receive(self, job: _Job, part: Part, message: int, offset: int, way: Way) -> None:
-        g, there = part.g, way is Way.PULL
-        at = part.start * g.itemsize
-        if there:
-            slots = [offset if job.row_stride == 0 else offset + self._index(self._rank) * part.slot_bytes] * self._world_size
+        g, at = part.g, part.start * part.g.itemsize
+        if way is Way.PULL:
+            slot, slot_stride = offset if job.row_stride == 0 else self._row(offset, self._rank, part.slot_bytes), 0
         else:
-            slots = [offset + self._index(rank) * part.slot_bytes for rank in range(self._world_size)]
-        self._engine.receive(g, message, self._num_read, slots, there, job.own + at if job.own else 0, job.out + at, job.out_stride)
+            slot, slot_stride = self._row_0(offset, part.slot_bytes), part.slot_bytes
+        own = job.own + at if job.own else 0
+        self._engine.receive(g, message, self._num_read, slot, slot_stride, way is Way.PULL, own, job.out + at, job.out_stride)
         self._num_told, self._num_read = self._num_read, message
 
 
@@ -291,8 +299,44 @@ class SymmetricTransport:
         self._keep_alive = None
 
 
+def why_not(records: list[dict], max_ranks: int) -> str | None:
+    """Why a group cannot use the transport, from what each rank says of itself: ``host``, ``uuid`` of its GPU, ``peers``: for the other
+    GPUs that it sees, by uuid, whether it can access their memory; ``error``: its kernels could not be built."""
+    uuids = [record["uuid"] for record in records]
+    if len(records) > max_ranks:
+        return "too_many_ranks"
+    if len({record["host"] for record in records}) > 1:
+        return "hosts"
+    if len(set(uuids)) < len(uuids):
+        return "same_gpu"
+    if any(record.get("error") for record in records):
+        return "not_built"
+    if not all(record["peers"].get(uuid) for record in records for uuid in uuids if uuid != record["uuid"]):
+        return "no_peer_access"
+    return None
+
+
+def record_of(device: torch.device) -> dict:
+    """What ``why_not`` needs of this rank."""
+    from ds_zipccl.kernels import impl_cuda, symmetric_calls
+
+    def uuid(index: int) -> str:
+        return str(torch.cuda.get_device_properties(index).uuid)
+
+    others = [index for index in range(torch.cuda.device_count()) if index != device.index]
+    record = {"host": Path("/proc/sys/kernel/random/boot_id").read_text().strip(), "uuid": uuid(device.index),
+              "peers": {uuid(index): torch.cuda.can_device_access_peer(device.index, index) for index in others}}
+    try:
+        impl_cuda.load()
+        symmetric_calls.load()
+    except BuildError as error:
+        record["error"] = str(error)
+    return record
+
+
 def open_transport(group: dist.ProcessGroup, device: torch.device, num_bytes: int, timeout: timedelta) -> SymmetricTransport:
-    """Allocates and exchanges ``num_bytes`` of symmetric memory. All ranks of the group at the same point; see ``reason_against``."""
+    """Allocates and exchanges ``num_bytes`` of symmetric memory. All ranks of the group at the same point, once
+    ``why_not`` of their records is None."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     from ds_zipccl.kernels import impl_cuda, symmetric_calls

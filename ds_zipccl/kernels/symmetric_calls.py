@@ -9,13 +9,12 @@ from zipscape.errors import describe
 from zipscape.op_builder.zipccl import ZIPCCL_SYMMETRIC
 
 _P, _I = ctypes.c_void_p, ctypes.c_int64
-_LISTS = ctypes.POINTER(_I)
 _ARGUMENTS = {
     "open": [_I, _I, ctypes.POINTER(_P), _P, _P, _I, ctypes.POINTER(_P)],
     "begin": [_P, _P],
     "claim": [_P, _I, _P],
-    "send": [_P, _I, _P, _I, _I, _P, _I, _I, _LISTS, _I, _I, _P],
-    "receive": [_P, _P, _I, _I, _LISTS, _I, _P, _P, _I],
+    "send": [_P, _I, _P, _I, _I, _P, _I, _I, _I, _I, _I, _I, _P],
+    "receive": [_P, _P, _I, _I, _I, _I, _I, _P, _P, _I],
     "copy_own": [_P, _P, _P, _I],
     "end": [_P, _I, _I],
     "join": [_P, _I, _P],
@@ -51,14 +50,14 @@ class SymmetricCalls:
         handle = _P()
         addresses = (_P * len(memory))(*memory)
         _check(self._open(rank, len(memory), addresses, scratch, errors, timeout_ns, ctypes.byref(handle)), "open")
-        return Engine(self, handle, len(memory))
+        return Engine(self, handle)
 
 
 class Engine:
     """One rank's end. Offsets are bytes in a rank's symmetric memory; ``stream`` is a cudaStream_t (see symmetric.cu for the rest)."""
 
-    def __init__(self, calls: SymmetricCalls, handle: ctypes.c_void_p, num_ranks: int):
-        self._calls, self._handle, self._list = calls, handle, _I * num_ranks
+    def __init__(self, calls: SymmetricCalls, handle: ctypes.c_void_p):
+        self._calls, self._handle = calls, handle
 
     def begin(self, stream: int) -> None:
         _check(self._calls._begin(self._handle, stream), "begin")
@@ -67,14 +66,14 @@ class Engine:
         _check(self._calls._claim(self._handle, message, stream), "claim")
 
     def send(self, message: int, frames: int, frame_stride: int, frame_bytes: int, rows: int, row_stride: int, raw_bytes: int,
-             slot_offsets: list[int], slots_here: bool, moves: bool, stream: int) -> None:
+             slot: int, slot_stride: int, slots_here: bool, lanes: int, stream: int) -> None:
         _check(self._calls._send(self._handle, message, frames, frame_stride, frame_bytes, rows, row_stride, raw_bytes,
-                                 self._list(*slot_offsets), slots_here, moves, stream), "send")
+                                 slot, slot_stride, slots_here, lanes, stream), "send")
 
-    def receive(self, g: Geometry, message: int, read_before: int, slot_offsets: list[int], slots_there: bool, own: int, out: int,
-                row_stride: int) -> None:
+    def receive(self, g: Geometry, message: int, read_before: int, slot: int, slot_stride: int, slots_there: bool, own: int,
+                out: int, row_stride: int) -> None:
         """``own``: 0 where nothing is summed."""
-        _check(self._calls._receive(self._handle, packed_geometry(g), message, read_before, self._list(*slot_offsets), slots_there,
+        _check(self._calls._receive(self._handle, packed_geometry(g), message, read_before, slot, slot_stride, slots_there,
                                     own or None, out, row_stride), "receive")
 
     def copy_own(self, to: int, source: int, num_bytes: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from ds_zipccl.codec.dtypes import TABLE
 from ds_zipccl.codec.format import TILE_ELEMS, layout
 from ds_zipccl.collectives.ring import Ring
-from ds_zipccl.collectives.symmetric import NUM_IN_RING, OneSided, Way, _Job, plan, slot_bytes
+from ds_zipccl.collectives.symmetric import NUM_IN_RING, OneSided, Way, _Job, plan, slot_bytes, why_not
 from ds_zipccl.kernels.cuda_calls import CudaCalls, workspace_words
 from ds_zipccl.kernels.rank_order import sum_in_order
 from ds_zipccl.kernels.symmetric_calls import SymmetricCalls
@@ -150,7 +150,7 @@ def test_what_overflows_comes_raw(libraries, way, world_size):
     """Of one rank, of all, and none again: without a word to any host."""
     ranks = Ranks(libraries, world_size, NUM_IN_RING * 12 * world_size * TILE_ELEMS)
     for i, makers in enumerate(([random_bits] + [gaussians] * (world_size - 1), [random_bits] * world_size, [gaussians] * world_size)):
-        for n in (5, 2 * TILE_ELEMS + 1500, 3 * TILE_ELEMS + 1):
+        for n in (5, 2 * TILE_ELEMS + 1500):
             check_all(ranks, way, n, torch.bfloat16, makers, 1000 * i + n)
 
 
@@ -217,16 +217,32 @@ def test_a_peer_that_does_not_send_is_reported(libraries, way):
 
 @pytest.mark.parametrize("sizes", [(128, 256, 128), (1000, 128, 128, 700), (300,)])
 def test_ring_names_the_last_message_that_had_the_place(sizes):
-    ring, room, taken, claimed = Ring(64, 2064), 2064, {}, 0
+    ring, room, taken, claimed = Ring(128, 2064), 2064, {}, 0
     for i, size in zip(range(200), itertools.cycle(sizes), strict=False):
         message, offset, before = ring.take(size)
-        assert message == i + 1 and offset % 128 == 0 and 64 <= offset and offset + size <= 64 + room
+        assert message == i + 1 and offset % 128 == 0 and 128 <= offset and offset + size <= 128 + room
         claimed = max(claimed, before)                     # by this message or an earlier one
         overlapping = [m for m, (low, high) in taken.items() if low < offset + size and offset < high and m > claimed]
         assert not overlapping, "a place is given away while an older message, not named, has it"
         taken[message] = offset, offset + size
         assert before < message
     assert claimed > 150
+
+
+def record(host="a", uuid="0", seen=()) -> dict:
+    return {"host": host, "uuid": uuid, "peers": dict(seen)}
+
+
+def test_who_can_use_it():
+    """The same answer on every rank, from all ranks' records."""
+    both = [record(uuid="0", seen=[("1", True)]), record(uuid="1", seen=[("0", True)])]
+    assert why_not(both, 64) is None
+    assert why_not([both[0], record("b", "1", [("0", True)])], 64) == "hosts"
+    assert why_not([both[0], record(uuid="1", seen=[("0", False)])], 64) == "no_peer_access"
+    assert why_not([both[0], record(uuid="1")], 64) == "no_peer_access"                   # CUDA_VISIBLE_DEVICES hides the other one
+    assert why_not([record(uuid="0"), record(uuid="0")], 64) == "same_gpu"
+    assert why_not(both, 1) == "too_many_ranks"
+    assert why_not([both[0], {**both[1], "error": "no nvcc"}], 64) == "not_built"
 
 
 def test_ring_refuses_what_does_not_fit():

@@ -1,0 +1,135 @@
+"""How the gain grows with the number of GPUs of one host: collectives and training steps on 2, 4 and 8 of them, over three transports.
+
+    python benchmarks/scaling.py --out benchmarks/results/scaling          # writes scaling.json and scaling.png there
+
+Every measurement is a command of ``ds_zipccl bench``, which verifies its results in the same run; one that fails or does not end in time is
+kept as a row with its reason. --device cpu makes a dry run over gloo.
+"""
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from zipscape.machine import write_json
+
+TRANSPORTS = {"as_is": {}, "host": {"NCCL_P2P_DISABLE": "1"},
+              "sockets": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}}
+OPS = "all_gather_into_tensor,reduce_scatter_tensor,all_to_all_single"
+
+
+def parse(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/scaling"), help="folder of scaling.json and scaling.png (runs/scaling)")
+    parser.add_argument("--ranks", default="2,4,8", help="numbers of ranks; those for which there are no GPUs are left out (default 2,4,8)")
+    parser.add_argument("--transports", default=",".join(TRANSPORTS), help=f"of {', '.join(TRANSPORTS)}")
+    parser.add_argument("--sizes", default="64M,256M", help="of the collectives (default 64M,256M)")
+    parser.add_argument("--model", default="350m")
+    parser.add_argument("--tokens", default="2048")
+    parser.add_argument("--runs3", default="native,zipped", help="ZeRO-3 runs of bench step")
+    parser.add_argument("--runs1", default="adams,scape90,scape99", help="ZeRO-1 runs of bench step")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--limit", type=int, default=150, help="seconds a command (default 150)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args(argv)
+
+
+def commands(args, ranks: int):
+    """(kind, arguments of ds_zipccl) of one number of ranks and any transport."""
+    common = ["--device", args.device, "--ranks", str(ranks)]
+    for size in args.sizes.split(","):
+        yield "collectives", ["bench", "collectives", *common, "--op", OPS, "-b", size, "-e", size]
+    more = ["--seq-len", args.tokens, "--min-bytes", "0", "--bucket-size", "1000000"] if args.device == "cpu" else []
+    for stage, runs in (("3", args.runs3), ("1", args.runs1)):
+        yield "step", ["bench", "step", *common, "--models", args.model, "--tokens", args.tokens, "--stages", stage, "--runs", runs,
+                       "--steps", str(args.steps), *more]
+
+
+def measure(kind: str, arguments: list[str], environment: dict[str, str], limit: int) -> list[dict]:
+    """Its rows; one row with ``error`` where it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.json"
+        command = [sys.executable, "-m", "ds_zipccl.cli.main", *arguments, "--json", str(path)]
+        try:
+            done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=limit)
+            reason = "" if done.returncode == 0 else f"status {done.returncode}: {done.stderr[-500:]}"
+        except subprocess.TimeoutExpired:
+            reason = f"not done after {limit} s"
+        rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    if reason:
+        rows.append({"op": kind, "error": reason, "command": "ds_zipccl " + " ".join(arguments)})
+    return rows
+
+
+def main(argv=None) -> int:
+    args = parse(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for ranks in map(int, args.ranks.split(",")):
+        if args.device == "cuda" and ranks > torch.cuda.device_count():
+            print(f"{ranks} ranks: left out, there are {torch.cuda.device_count()} GPUs", flush=True)
+            continue
+        for transport in args.transports.split(","):
+            for kind, arguments in commands(args, ranks):
+                start = time.monotonic()
+                found = measure(kind, arguments, TRANSPORTS[transport], args.limit)
+                rows += [row | {"transport": transport, "ranks": ranks} for row in found]
+                for row in found:
+                    if "error" in row or row.get("impl") == "ours" or row["op"] == "step" and row["speedup"]:
+                        print(f"{ranks} {transport} {line(row)}", flush=True)
+                print(f"   {time.monotonic() - start:.0f} s", flush=True)
+                write_json(args.out / "scaling.json", {"rows": rows}, command="python benchmarks/scaling.py " + " ".join(sys.argv[1:]))
+    plot(rows, args.out / "scaling.png")
+    return 1 if any("error" in row or row.get("wrong") for row in rows) else 0
+
+
+def line(row: dict) -> str:
+    if "error" in row:
+        return f"{row['op']} {row['error']}"
+    if row["op"] == "step":
+        return f"step ZeRO-{row['stage']} {row['run']} against {row['rival']}: {row['speedup']:.3f}, losses {row['losses']}"
+    return f"{row['op']} {row['bytes'] >> 20} MiB {'in' if row['in_place'] else 'out of'} place: {row['speedup']:.3f}, wrong {row['wrong']}"
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Speed-up over the rival, and of steps also the efficiency: the time of a step on the fewest ranks by its time on more (the work of a
+    rank is the same)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    speedups, times = {}, {}
+    for row in rows:
+        if "error" in row:
+            continue
+        if row["op"] == "step":
+            name = f"ZeRO-{row['stage']} {row['run']}, {row['transport']}"
+            times.setdefault(name, {})[row["ranks"]] = row["time_us"]
+        elif row["impl"] != "ours" or row["in_place"]:
+            continue
+        else:
+            name = f"{row['op']} {row['bytes'] >> 20} MiB, {row['transport']}"
+        if row.get("speedup"):
+            speedups.setdefault(name, {})[row["ranks"]] = row["speedup"]
+    figure, axes = pyplot.subplots(1, 2, figsize=(14, 6))
+    for name, points in speedups.items():
+        axes[0].plot(list(points), list(points.values()), marker="o", label=name)
+    for name, points in times.items():
+        axes[1].plot(list(points), [points[min(points)] / us for us in points.values()], marker="o", label=name)
+    for axis, title in zip(axes, ("speed-up over the rival", "scaling efficiency of a step"), strict=True):
+        axis.set(title=title, xlabel="GPUs")
+        axis.grid(alpha=0.3)
+        if axis.lines:
+            axis.legend(fontsize=6)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,7 +4,7 @@ import sys
 
 from deepspeed.ops.op_builder.builder import OpBuilder
 
-from zipscape.op_builder import zipccl
+from zipscape.op_builder import scape, zipccl
 
 
 class NativeOpBuilder(OpBuilder):
@@ -48,7 +48,19 @@ class ZipcclCUDABuilder(NativeOpBuilder):
     LIBRARY = zipccl.ZIPCCL_CUDA
 
 
-BUILDERS = (ZipcclCPUBuilder, ZipcclCUDABuilder)
+class ScapeCPUBuilder(NativeOpBuilder):
+    NAME = "scape_cpu"
+    BUILD_VAR = "DS_BUILD_SCAPE_CPU"
+    LIBRARY = scape.SCAPE_CPU
+
+
+class ScapeCUDABuilder(NativeOpBuilder):
+    NAME = "scape_cuda"
+    BUILD_VAR = "DS_BUILD_SCAPE_CUDA"
+    LIBRARY = scape.SCAPE_CUDA
+
+
+BUILDERS = (ZipcclCPUBuilder, ZipcclCUDABuilder, ScapeCPUBuilder, ScapeCUDABuilder)
 
 
 def register(all_ops) -> None:

@@ -54,15 +54,14 @@ def build(what: str, into: Path | None = None) -> list:
 
     Raises BuildError if a library cannot be built that was asked for.
     """
-    from zipscape.op_builder import zipccl
-    libraries = {"cpu": zipccl.ZIPCCL_CPU, "cuda": zipccl.ZIPCCL_CUDA}
+    from zipscape.op_builder import scape, zipccl
+    libraries = {"cpu": (zipccl.ZIPCCL_CPU, scape.SCAPE_CPU), "cuda": (zipccl.ZIPCCL_CUDA, scape.SCAPE_CUDA)}
     words = list(libraries) if what == "1" else [word.strip() for word in what.split(",")]
     wrong = [word for word in words if word not in libraries]
     if wrong:
         raise BuildError(describe("ZIPSCAPE_PREBUILD names no library of ours", got=what, expected='"1", "cpu", "cuda" or "cpu,cuda"'))
     lines = []
-    for word in words:
-        library = libraries[word]
+    for library in (library for word in words for library in libraries[word]):
         if what == "1":
             try:
                 toolchain.find(library.compiler)

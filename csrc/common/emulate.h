@@ -223,6 +223,7 @@ inline unsigned __float_as_uint(float value) {
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 inline unsigned atomicAdd(unsigned* p, unsigned v) { const unsigned old = *p; *p += v; return old; }
+inline unsigned atomicAnd(unsigned* p, unsigned v) { const unsigned old = *p; *p &= v; return old; }
 inline unsigned atomicOr(unsigned* p, unsigned v) { const unsigned old = *p; *p |= v; return old; }
 
 #endif  // ZIPSCAPE_EMULATE_H

@@ -3,10 +3,12 @@
 
 #include <mutex>
 
-#include "cpu_threads.h"
+#include "common/cpu_threads.h"
 #include "cpu_tile.h"
 
 namespace zipccl {
+
+using zipscape::parallel_for;
 
 // The arguments of one call. Strides are bytes between rows; row `skip` is left alone.
 struct Rows {

@@ -3,6 +3,7 @@
 They run on any device and with any float dtype, and hold temporaries of the size of what they work on. Every operation rounds on its own,
 in the order written: no fused multiply-add anywhere, here or in another implementation.
 """
+import numpy
 import torch
 
 #: Elements converted at a time: 64 MiB in fp32.
@@ -121,7 +122,7 @@ def select(rank_by: torch.Tensor, square: torch.Tensor | None, last_sync: torch.
 
 def score_residual(residual: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
     """|r| / (sqrt(q) + 1e-9), a new tensor."""
-    return residual.abs().div_(square.sqrt().add_(SCORE_EPS))
+    return residual.abs().div_(root_(square.clone()).add_(SCORE_EPS))
 
 
 def select_scores(scores: torch.Tensor, overdue: torch.Tensor, segments: tuple) -> torch.Tensor:
@@ -182,4 +183,13 @@ def dense_step(weight: torch.Tensor, momentum: torch.Tensor, gradient: torch.Ten
 
 def normaliser(momentum: torch.Tensor, gradient_squared: torch.Tensor, *, beta2: float, eps: float) -> torch.Tensor:
     """sqrt(b2 * m^2 + (1 - b2) * g^2) + eps, a new tensor."""
-    return (momentum * momentum).mul_(beta2).add_(gradient_squared * (1 - beta2)).sqrt_().add_(eps)
+    return root_((momentum * momentum).mul_(beta2).add_(gradient_squared * (1 - beta2))).add_(eps)
+
+
+def root_(x: torch.Tensor) -> torch.Tensor:
+    """The square root in place, rounded correctly. torch's own is not, on CPUs: it asks MKL, whose last bit is as it comes."""
+    if x.device.type != "cpu" or x.element_size() < 4:
+        return x.sqrt_()
+    with numpy.errstate(invalid="ignore"):
+        numpy.sqrt(x.numpy(), out=x.numpy())
+    return x

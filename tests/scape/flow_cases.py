@@ -56,6 +56,22 @@ def case_bits_and_indices_are_equal(rank, world_size):
         assert_same_bits(a.copies, b.copies, "copies")
 
 
+def case_kernels_change_nothing(rank, world_size):
+    """Everything a rank holds, with the reference and with the best kernels, each against the simulation as well."""
+    for settings in ({"dtype": torch.bfloat16, "max_norm": 0.004, "mask_encoding": "indices"}, {"offload": True, "mask_encoding": "bits"},
+                     {"mask_statistic": "first_moment", "dense_warmup_steps": 3}):
+        flows = [_equal_to_simulation(rank, world_size, 12, kernels=kernels, **settings)[0] for kernels in ("reference", "best")]
+        assert [flow.kernels.names["cpu"] for flow in flows] == ["reference", "cpu"]
+        for a, b in zip(flows[0].flats, flows[1].flats, strict=True):
+            for name in ("copies", "weight", "momentum", "square", "residual", "last_sync"):
+                assert_same_bits(getattr(b, name), getattr(a, name), name)
+        assert torch.equal(flows[0]._mask_message, flows[1]._mask_message)
+        for flow in flows:
+            flow.flush()
+        for a, b in zip(flows[0].flats, flows[1].flats, strict=True):
+            assert_same_bits(b.copies, a.copies, "after flush()")
+
+
 def case_density_one_is_dense_adams(rank, world_size):
     """fp64: to 1e-12. fp32: the mean's rounding in rank order is shared, so the bits are equal. bf16 copies: the masters' rounding."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16):

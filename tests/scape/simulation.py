@@ -2,7 +2,13 @@
 whole-buffer arithmetic. Shares no code with ds_scape, rounds the same way, and so must give the same bits."""
 import math
 
+import numpy
 import torch
+
+
+def root(x):
+    """Correctly rounded, which torch's own is not on a CPU."""
+    return torch.from_numpy(numpy.sqrt(x.cpu().numpy())).to(x.device)
 
 
 class Owner:
@@ -77,7 +83,7 @@ class Simulation:
         kept, taken, moved, rest = torch.tensor(per_age, dtype=torch.float64).to(self.dtype)[ages].unbind(1)
         a = ages.to(self.dtype)
         gbar = mean / a
-        d = (b2 * (owner.m * owner.m) + (1 - b2) * (mean * mean / a)).sqrt() + eps
+        d = root(b2 * (owner.m * owner.m) + (1 - b2) * (mean * mean / a)) + eps
         w = owner.w * owner.decay.to(self.dtype) - lr * ((moved * owner.m + rest * gbar) / d)
         owner.w = torch.where(mask, w, owner.w)
         owner.m = torch.where(mask, kept * owner.m + taken * gbar, owner.m)
@@ -89,7 +95,7 @@ class Simulation:
         if self.statistic == "first_moment":
             score = early
         else:
-            score = self.residual[o][f][start:start + self.part[f]].abs() / (owner.q.sqrt() + 1e-9)
+            score = self.residual[o][f][start:start + self.part[f]].abs() / (root(owner.q) + 1e-9)
         score, overdue = score.tolist(), (owner.age >= group["max_age"]).tolist()
         chosen = torch.zeros(self.part[f], dtype=torch.bool)
         if all(numel == 0 or dims <= 1 or group["density"] == 1 for _, numel, dims in self.slots[f]):

@@ -24,9 +24,10 @@ def report(**environment):
 
 def test_ds_report_lists_our_ops():
     lines = report()
-    (line,) = [line for line in lines if line.startswith("zipccl_cpu ")]
-    assert line.endswith("[OKAY]")
-    assert any(line.startswith("zipccl_cuda ") for line in lines)
+    for name in ("zipccl", "scape"):
+        (line,) = [line for line in lines if line.startswith(f"{name}_cpu ")]
+        assert line.endswith("[OKAY]")
+        assert any(line.startswith(f"{name}_cuda ") for line in lines)
 
 
 def test_ds_report_says_why_an_op_is_not_available():

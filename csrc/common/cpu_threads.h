@@ -25,7 +25,7 @@ __attribute__((weak)) void GOMP_parallel(void (*body)(void*), void* data, unsign
 __attribute__((weak)) int omp_get_thread_num();
 }
 
-namespace zipccl {
+namespace zipscape {
 
 enum { kMinBytesPerThread = 512 << 10 };  // waking a sleeping thread costs about as much as coding this
 
@@ -100,4 +100,4 @@ void parallel_for(int64_t num_items, int64_t total_bytes, int64_t num_threads, c
     if (out_of_memory) throw std::bad_alloc();
 }
 
-}  // namespace zipccl
+}  // namespace zipscape

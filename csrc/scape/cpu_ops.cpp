@@ -1,0 +1,184 @@
+// The CPU kernels' C interface (ds_scape/kernels/impl_cpu.py calls it; ds_scape/kernels/ops.py says what the functions do). Nothing here
+// depends on torch; pointers are the host's, tensors are contiguous and aligned to their elements.
+//
+// The loops are plain; every instruction set gets its own copy of them, vectorised by the compiler, and one is chosen by the caller.
+#include <new>
+
+#include "cpu_mask.h"
+#include "cpu_owner.h"
+#include "cpu_select.h"
+
+using namespace scape;
+using zipscape::parallel_for;
+
+namespace {
+
+struct Ops {
+    void (*enter)(const Enter&, int64_t, int64_t);
+    void (*track)(const Enter&, int64_t, int64_t);
+    void (*owner)(const Owner&, int64_t, int64_t);
+    void (*dense)(const Dense&, int64_t, int64_t);
+    SelectOps select;
+};
+
+#define SCAPE_ISA(name, target)                                                                                                          \
+    struct name {                                                                                                                        \
+        target static void enter(const Enter& c, int64_t begin, int64_t end) { enter_piece(c, begin, end); }                             \
+        target static void track(const Enter& c, int64_t begin, int64_t end) { track_piece(c, begin, end); }                             \
+        target static void owner(const Owner& c, int64_t begin, int64_t end) {                                                           \
+            c.decay ? owner_piece<true>(c, begin, end) : owner_piece<false>(c, begin, end);                                              \
+        }                                                                                                                                \
+        target static void dense(const Dense& c, int64_t begin, int64_t end) {                                                           \
+            c.correction != 1.0f ? dense_piece<true>(c, begin, end) : dense_piece<false>(c, begin, end);                                 \
+        }                                                                                                                                \
+        target static void keys(const Select& c, int64_t start, int64_t num, uint32_t* out) { keys_of(c, start, num, out); }             \
+        target static void count(const Select& c, int64_t start, int64_t num, uint32_t* out) { count_keys(c, start, num, out); }         \
+        target static int64_t above(const Select& c, int64_t start, int64_t num, uint32_t digit, Noted* noted, int64_t room) {           \
+            return choose_above(c, start, num, digit, noted, room);                                                                      \
+        }                                                                                                                                \
+        static constexpr Ops kOps{enter, track, owner, dense, {keys, count, above}};                                                     \
+    };
+
+enum Isa : int32_t { kScalar = 0, kAvx2 = 1, kAvx512 = 2 };
+
+SCAPE_ISA(Baseline, )
+#if defined(__x86_64__)
+SCAPE_ISA(Avx2, __attribute__((target("avx2,bmi,bmi2,popcnt"))))
+SCAPE_ISA(Avx512, __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,bmi,bmi2,popcnt,prefer-vector-width=512"))))
+#endif
+
+bool supported(int32_t isa) {
+#if defined(__x86_64__)
+    if (isa == kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2");
+    if (isa == kAvx512)
+        return supported(kAvx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#endif
+    return isa == kScalar;
+}
+
+// Of an instruction set that the machine has (the caller asked).
+const Ops& ops_of([[maybe_unused]] int32_t isa) {
+#if defined(__x86_64__)
+    if (isa == kAvx2) return Avx2::kOps;
+    if (isa == kAvx512) return Avx512::kOps;
+#endif
+    return Baseline::kOps;
+}
+
+enum : int64_t { kChunk = 1 << 16 };
+struct None {};
+
+// work(begin, end) over pieces of 0 .. num - 1, on several threads where `bytes` are worth it.
+template <class Work>
+void in_chunks(int64_t num, int64_t chunk, int64_t bytes, int32_t num_threads, const Work& work) {
+    parallel_for<None>((num + chunk - 1) / chunk, bytes, num_threads,
+                       [&](None&, int64_t i) { work(i * chunk, std::min(num, (i + 1) * chunk)); });
+}
+
+enum { kOutOfMemory = -1 };
+
+template <class Work>
+int64_t guarded(const Work& work) try {
+    return work();
+} catch (const std::bad_alloc&) {
+    return kOutOfMemory;
+}
+
+template <class T>
+void scatter(T* target, const int64_t* index, const T* values, int64_t num, int32_t num_threads) {
+    in_chunks(num, kChunk, 16 * num, num_threads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) target[index[i]] = values[i];
+    });
+}
+
+}  // namespace
+
+// All return 0, or -1: out of memory; or a positive number where it is said below.
+extern "C" {
+
+// Whether this machine runs instruction set `isa`: 0 what every machine has, 1 AVX2, 2 AVX-512.
+int32_t scape_cpu_supports(int32_t isa) {
+    return supported(isa);
+}
+
+// Sizes of Enter, Select, Owner and Dense, to be compared with the caller's.
+int32_t scape_cpu_struct_size(int32_t number) {
+    const size_t sizes[] = {sizeof(Enter), sizeof(Select), sizeof(Owner), sizeof(Dense)};
+    return static_cast<int32_t>(sizes[number]);
+}
+
+int64_t scape_cpu_enter(const Enter* c, int32_t num_threads, int32_t isa) {
+    return guarded([&] {
+        const Ops& ops = ops_of(isa);
+        if (!c->gradient && !c->values) return 0;
+        if (!c->gradient && c->index)           // nothing but what is taken
+            in_chunks(c->num_index, kChunk / 8, 40 * c->num_index, num_threads, [&](int64_t begin, int64_t end) {
+                Enter part = *c;
+                part.index += begin, part.num_index = end - begin;
+                part.values = static_cast<char*>(c->values) + begin * size_of(c->values_dtype);
+                const int64_t from = c->index[begin] - c->first, to = c->index[end - 1] - c->first + 1;
+                ops.enter(part, from, to);
+            });
+        else
+            in_chunks(c->num, kChunk, 12 * c->num, num_threads, [&](int64_t begin, int64_t end) { ops.enter(*c, begin, end); });
+        return 0;
+    });
+}
+
+// ops.track_square: fields gradient, gradient_dtype, square, num, factor, beta2 and rest2.
+int64_t scape_cpu_track_square(const Enter* c, int32_t num_threads, int32_t isa) {
+    return guarded([&] {
+        in_chunks(c->num, kChunk, 12 * c->num, num_threads, [&](int64_t begin, int64_t end) { ops_of(isa).track(*c, begin, end); });
+        return 0;
+    });
+}
+
+int64_t scape_cpu_scatter(void* target, const int64_t* index, const void* values, int64_t num, int32_t itemsize, int32_t num_threads) {
+    return guarded([&] {
+        itemsize == 2 ? scatter(static_cast<uint16_t*>(target), index, static_cast<const uint16_t*>(values), num, num_threads)
+                      : scatter(static_cast<uint32_t*>(target), index, static_cast<const uint32_t*>(values), num, num_threads);
+        return 0;
+    });
+}
+
+int64_t scape_cpu_select(const Select* c, const int64_t* segments, int64_t num_segments, int32_t num_threads, int32_t isa) {
+    return guarded([&] {
+        select(*c, ops_of(isa).select, segments, num_segments, num_threads);
+        return 0;
+    });
+}
+
+int64_t scape_cpu_owner_step(const Owner* c, int32_t num_threads, int32_t isa) {
+    return guarded([&] {
+        in_chunks(c->num, kChunk / 8, 36 * c->num, num_threads, [&](int64_t begin, int64_t end) { ops_of(isa).owner(*c, begin, end); });
+        return 0;
+    });
+}
+
+int64_t scape_cpu_dense_step(const Dense* c, int32_t num_threads, int32_t isa) {
+    return guarded([&] {
+        in_chunks(c->num, kChunk, 20 * c->num, num_threads, [&](int64_t begin, int64_t end) { ops_of(isa).dense(*c, begin, end); });
+        return 0;
+    });
+}
+
+// ops.pack_mask; dense: num_dense times (start, stop). 2: more ones than max_ones.
+int64_t scape_cpu_pack_mask(const uint8_t* mask, int64_t numel, const int64_t* dense, int64_t num_dense, int32_t as_bits, int64_t max_ones,
+                            uint8_t* message, int32_t num_threads) {
+    return guarded([&] {
+        return pack_mask(mask, numel, reinterpret_cast<const Range*>(dense), num_dense, as_bits, max_ones, message, num_threads);
+    });
+}
+
+// ops.unpack_mask. 1: the message contradicts itself.
+int64_t scape_cpu_unpack_mask(const uint8_t* message, int64_t num_bytes, int64_t numel, const int64_t* dense, int64_t num_dense,
+                              int32_t as_bits, const int64_t* sizes, int64_t num_parts, const int64_t* counts, int64_t* const* positions,
+                              int64_t* found, int32_t num_threads) {
+    return guarded([&] {
+        return unpack_mask(message, num_bytes, numel, reinterpret_cast<const Range*>(dense), num_dense, as_bits, sizes, num_parts, counts,
+                           positions, found, num_threads);
+    });
+}
+
+}  // extern "C"

@@ -1,0 +1,52 @@
+// The owner's step over the coordinates that were synchronised, and the dense step.
+#pragma once
+
+#include "cpu_worker.h"
+
+namespace scape {
+
+enum { kOwnerBlock = 256 };  // coordinates that are gathered, moved and put back together
+
+template <bool kDecay>
+SCAPE_INLINE void owner_piece(const Owner& c, int64_t begin, int64_t end) {
+    float w[kOwnerBlock], m[kOwnerBlock], decay[kOwnerBlock];
+    float kept[kOwnerBlock], taken[kOwnerBlock], moved[kOwnerBlock], gradient_moved[kOwnerBlock], steps[kOwnerBlock];
+    const int32_t oldest = static_cast<int32_t>(c.num_tables - 1), last_decay = static_cast<int32_t>(c.num_decay - 1);
+    for (int64_t start = begin; start < end; start += kOwnerBlock) {
+        const int64_t num = std::min<int64_t>(kOwnerBlock, end - start);
+        for (int64_t i = 0; i < num; ++i) {
+            const int64_t at = c.index ? c.index[start + i] : start + i;
+            w[i] = c.weight[at];
+            m[i] = c.momentum[at];
+            const int32_t age = c.step - c.last_sync[at];
+            const int32_t counted = c.catch_up ? std::min(age, oldest) : 1;
+            c.last_sync[at] = c.step;
+            kept[i] = c.kept[counted];
+            taken[i] = c.taken[counted];
+            moved[i] = c.moved[counted];
+            gradient_moved[i] = c.gradient_moved[counted];
+            steps[i] = static_cast<float>(counted);
+            if (kDecay) decay[i] = c.decay[std::min(age, last_decay)];
+        }
+        const float* const mean = c.mean + start;
+        for (int64_t i = 0; i < num; ++i)
+            catch_up<kDecay>(w[i], m[i], mean[i], Coefficients{kept[i], taken[i], moved[i], gradient_moved[i], steps[i]},
+                             kDecay ? decay[i] : 1.0f, c.numbers);
+        for (int64_t i = 0; i < num; ++i) {
+            const int64_t at = c.index ? c.index[start + i] : start + i;
+            c.weight[at] = w[i];
+            c.momentum[at] = m[i];
+        }
+        from_floats(w, num, c.out, start, c.out_dtype);
+    }
+}
+
+template <bool kCorrected>
+SCAPE_INLINE void dense_piece(const Dense& c, int64_t begin, int64_t end) {
+    float* __restrict__ const weight = c.weight;
+    float* __restrict__ const momentum = c.momentum;
+    for (int64_t i = begin; i < end; ++i)
+        dense_step<kCorrected>(weight[i], momentum[i], c.gradient[i], c.kept, c.taken, c.decay, c.correction, c.numbers);
+}
+
+}  // namespace scape

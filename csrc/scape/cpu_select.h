@@ -1,0 +1,211 @@
+// Exactly k per segment, without a tensor of scores: keys (rule.h) are computed where they are looked at. Digit by digit, from the top, the
+// histogram of the keys that are still in question says which digit the k-th largest has; the first digit is counted over everything, then
+// only few keys are left, which a second pass notes down. Equal keys: by lowest index.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "common/cpu_threads.h"
+#include "cpu_worker.h"
+
+namespace scape {
+
+enum : int64_t {
+    kPiece = 1 << 18,       // elements of a piece of work; a segment of up to this many is selected by one thread at once
+    kMaxNoted = kPiece / 8  // keys that a piece notes down; where more are left they are computed again
+};
+
+SCAPE_INLINE void keys_of(const Select& c, int64_t start, int64_t num, uint32_t* keys) {
+    const float* const rank_by = c.rank_by + start;
+    const int32_t* const last = c.last_sync + start;
+    if (c.square) {
+        const float* const square = c.square + start;
+        for (int64_t i = 0; i < num; ++i)
+            keys[i] = sort_key(residual_score(rank_by[i], square[i]), c.step - last[i] >= c.max_age);
+    } else {
+        for (int64_t i = 0; i < num; ++i) keys[i] = sort_key(rank_by[i], c.step - last[i] >= c.max_age);
+    }
+}
+
+// Adds the first digits of the keys to `histogram`.
+SCAPE_INLINE void count_keys(const Select& c, int64_t start, int64_t num, uint32_t* histogram) {
+    uint32_t keys[kBlock];
+    for (int64_t done = 0; done < num; done += kBlock) {
+        const int64_t now = std::min<int64_t>(kBlock, num - done);
+        keys_of(c, start + done, now, keys);
+        for (int64_t i = 0; i < now; ++i) ++histogram[keys[i] >> digit_shift(0)];
+    }
+}
+
+struct Noted {
+    uint32_t key;
+    uint32_t at;  // in elements from the piece's start
+};
+
+// chosen = 1 where the first digit is above `digit`, 0 elsewhere; notes the keys with this digit, at most `room`. Returns how many there are.
+SCAPE_INLINE int64_t choose_above(const Select& c, int64_t start, int64_t num, uint32_t digit, Noted* noted, int64_t room) {
+    uint32_t keys[kBlock];
+    uint8_t equal[kBlock + 8];
+    int64_t found = 0;
+    const int shift = digit_shift(0);
+    for (int64_t done = 0; done < num; done += kBlock) {
+        const int64_t now = std::min<int64_t>(kBlock, num - done);
+        keys_of(c, start + done, now, keys);
+        uint8_t* const chosen = c.chosen + start + done;
+        for (int64_t i = 0; i < now; ++i) {
+            chosen[i] = keys[i] >> shift > digit;
+            equal[i] = keys[i] >> shift == digit;
+        }
+        std::memset(equal + now, 0, 8);
+        for (int64_t i = 0; i < now; i += 8) {
+            uint64_t eight;
+            std::memcpy(&eight, equal + i, 8);
+            for (; eight; eight &= eight - 1, ++found) {
+                const int64_t at = i + __builtin_ctzll(eight) / 8;
+                if (found < room) noted[found] = Noted{keys[at], static_cast<uint32_t>(done + at)};
+            }
+        }
+    }
+    return found;
+}
+
+// What the best instruction set does; a table of it for each (cpu_ops.cpp).
+struct SelectOps {
+    void (*keys_of)(const Select&, int64_t, int64_t, uint32_t*);
+    void (*count_keys)(const Select&, int64_t, int64_t, uint32_t*);
+    int64_t (*choose_above)(const Select&, int64_t, int64_t, uint32_t, Noted*, int64_t);
+};
+
+// A segment whose coordinates have to be chosen, and how far that is: the keys in question are those with the digits of `prefix`, `wanted`
+// of them are to be taken.
+struct Search {
+    int64_t start, stop, wanted;
+    uint32_t prefix = 0;
+    std::unique_ptr<std::atomic<uint32_t>[]> histogram;  // of the digit that is looked at
+
+    // Takes the digit of the last one that is wanted out of the histogram; clears it.
+    void settle(int digit) {
+        for (uint32_t d = digit_size(digit); d--;) {
+            const int64_t count = histogram[d].load(std::memory_order_relaxed);
+            if (count >= wanted) {
+                prefix |= d << digit_shift(digit);
+                break;
+            }
+            wanted -= count;
+        }
+        for (uint32_t d = 0; d < digit_size(digit); ++d) histogram[d].store(0, std::memory_order_relaxed);
+    }
+};
+
+// Up to kPiece elements of a segment.
+struct Piece {
+    int64_t search, start, num;
+    std::vector<Noted> noted;
+    bool is_noted = false;
+    int64_t num_equal = 0, take = 0;  // keys equal to the last one, and how many of them are taken
+};
+
+// Calls visit(key, position from the piece's start) for every key of the piece whose first `num_digits` digits are those of the prefix, in
+// order of positions.
+template <class Visit>
+void each_in_question(const Select& c, const SelectOps& ops, const Piece& piece, uint32_t prefix, int num_digits, const Visit& visit) {
+    const int shift = digit_shift(num_digits - 1);
+    if (piece.is_noted) {
+        for (const Noted& noted : piece.noted)
+            if (noted.key >> shift == prefix >> shift) visit(noted.key, noted.at);
+        return;
+    }
+    uint32_t keys[kBlock];
+    for (int64_t done = 0; done < piece.num; done += kBlock) {
+        const int64_t now = std::min<int64_t>(kBlock, piece.num - done);
+        ops.keys_of(c, piece.start + done, now, keys);
+        for (int64_t i = 0; i < now; ++i)
+            if (keys[i] >> shift == prefix >> shift) visit(keys[i], done + i);
+    }
+}
+
+// What a thread works with.
+struct Space {
+    std::unique_ptr<uint32_t[]> histogram;
+    std::unique_ptr<Noted[]> noted;
+
+    // Has count(histogram) count one piece, then adds that to the segment's.
+    template <class Count>
+    void collect(Search& search, int digit, const Count& count) {
+        if (!histogram) histogram.reset(new uint32_t[digit_size(0)]);
+        std::memset(histogram.get(), 0, 4 * digit_size(digit));
+        count(histogram.get());
+        for (uint32_t d = 0; d < digit_size(digit); ++d)
+            if (histogram[d]) search.histogram[d].fetch_add(histogram[d], std::memory_order_relaxed);
+    }
+};
+// ops.select. segments: num_segments times (start, stop, count).
+inline void select(const Select& c, const SelectOps& ops, const int64_t* segments, int64_t num_segments, int32_t num_threads) {
+    std::vector<Search> searches;
+    std::vector<Piece> pieces;
+    int64_t covered = 0, num_searched = 0;
+    for (int64_t s = 0; s < num_segments; ++s) {
+        const int64_t start = segments[3 * s], stop = segments[3 * s + 1], count = segments[3 * s + 2];
+        std::memset(c.chosen + covered, 0, static_cast<size_t>(start - covered));
+        covered = stop;
+        if (!count || count == stop - start) {
+            std::memset(c.chosen + start, count != 0, static_cast<size_t>(stop - start));
+            continue;
+        }
+        Search search{start, stop, count, 0, nullptr};
+        search.histogram.reset(new std::atomic<uint32_t>[digit_size(0)]());
+        for (int64_t at = start; at < stop; at += kPiece)
+            pieces.push_back(Piece{static_cast<int64_t>(searches.size()), at, std::min<int64_t>(kPiece, stop - at), {}});
+        searches.push_back(std::move(search));
+        num_searched += stop - start;
+    }
+    std::memset(c.chosen + covered, 0, static_cast<size_t>(c.num - covered));
+
+    const auto over_pieces = [&](int64_t bytes, const auto& work) {
+        zipscape::parallel_for<Space>(static_cast<int64_t>(pieces.size()), bytes, num_threads, [&](Space& space, int64_t i) {
+            work(space, pieces[i], searches[pieces[i].search]);
+        });
+    };
+    const auto settle = [&](int digit) {
+        for (Search& search : searches) search.settle(digit);
+    };
+    over_pieces(12 * num_searched, [&](Space& space, Piece& piece, Search& search) {
+        space.collect(search, 0, [&](uint32_t* histogram) { ops.count_keys(c, piece.start, piece.num, histogram); });
+    });
+    settle(0);
+    over_pieces(12 * num_searched, [&](Space& space, Piece& piece, Search& search) {
+        if (!space.noted) space.noted.reset(new Noted[kMaxNoted]);
+        const int64_t found = ops.choose_above(c, piece.start, piece.num, search.prefix >> digit_shift(0), space.noted.get(), kMaxNoted);
+        piece.is_noted = found <= kMaxNoted;
+        if (piece.is_noted) piece.noted.assign(space.noted.get(), space.noted.get() + found);
+        space.collect(search, 1, [&](uint32_t* histogram) {
+            each_in_question(c, ops, piece, search.prefix, 1,
+                             [&](uint32_t key, int64_t) { ++histogram[key >> digit_shift(1) & (digit_size(1) - 1)]; });
+        });
+    });
+    settle(1);
+    over_pieces(num_searched, [&](Space& space, Piece& piece, Search& search) {
+        space.collect(search, 2, [&](uint32_t* histogram) {
+            each_in_question(c, ops, piece, search.prefix, 2, [&](uint32_t key, int64_t) { ++histogram[key & (digit_size(2) - 1)]; });
+        });
+    });
+    settle(2);
+    over_pieces(num_searched, [&](Space&, Piece& piece, Search& search) {
+        each_in_question(c, ops, piece, search.prefix, 3, [&](uint32_t, int64_t) { ++piece.num_equal; });
+    });
+    for (Piece& piece : pieces) {
+        Search& search = searches[piece.search];
+        piece.take = std::min(search.wanted, piece.num_equal);
+        search.wanted -= piece.take;
+    }
+    over_pieces(num_searched, [&](Space&, Piece& piece, Search& search) {
+        int64_t left = piece.take;
+        each_in_question(c, ops, piece, search.prefix, 1, [&](uint32_t key, int64_t at) {
+            if (key > search.prefix || (key == search.prefix && left-- > 0)) c.chosen[piece.start + at] = 1;
+        });
+    });
+}
+
+}  // namespace scape

@@ -1,0 +1,74 @@
+// What SCAPE's CUDA kernels have in common: launching, conversions, searches and sums that a warp or a CTA does together.
+#ifndef SCAPE_DEVICE_CUH
+#define SCAPE_DEVICE_CUH
+
+#include "common/device.cuh"
+#include "calls.h"
+
+#ifdef ZIPSCAPE_EMULATE
+typedef void* cudaStream_t;
+#define SCAPE_LAUNCH(kernel, grid, threads, stream, ...) emulate::launch(dim3((unsigned)(grid)), threads, [&] { kernel(__VA_ARGS__); })
+static int last_error() { return 0; }
+#else
+#define SCAPE_LAUNCH(kernel, grid, threads, stream, ...) kernel<<<(unsigned)(grid), threads, 0, stream>>>(__VA_ARGS__)
+static int last_error() { return (int)cudaGetLastError(); }
+#endif
+
+namespace scape {
+
+using namespace zipscape;
+
+constexpr u32 kThreads = 256;
+
+inline i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
+
+__device__ __forceinline__ u16 to_bf16(float value) { return (u16)floats_to_bf16x2(value, 0.0f); }
+__device__ __forceinline__ u16 to_half(float value) { return (u16)floats_to_halfx2(value, 0.0f); }
+
+__device__ __forceinline__ float load_float(const void* from, i64 i, int dtype) {
+    if (dtype == kFp32) return ((const float*)from)[i];
+    const u32 bits = ((const u16*)from)[i];
+    return dtype == kBf16 ? bf16_to_float(bits) : half_to_float(bits);
+}
+
+// Rounds to nearest even; returns what a reader will read.
+__device__ __forceinline__ float store_float(void* to, i64 i, float value, int dtype) {
+    if (dtype == kFp32) {
+        ((float*)to)[i] = value;
+        return value;
+    }
+    const u16 bits = dtype == kBf16 ? to_bf16(value) : to_half(value);
+    ((u16*)to)[i] = bits;
+    return dtype == kBf16 ? bf16_to_float(bits) : half_to_float(bits);
+}
+
+// The first of `num` ascending numbers that is not below `value`: 33 ways at a time, by a whole warp.
+__device__ __forceinline__ i64 first_not_below(const int64_t* numbers, i64 num, i64 value) {
+    i64 lo = 0, hi = num;
+    while (lo < hi) {
+        const i64 step = (hi - lo + kWarp - 1) / kWarp, probe = lo + lane_id() * step;
+        const u32 below = __popc(__ballot_sync(kAllLanes, probe < hi && numbers[probe] < value));
+        if (lo + below * step < hi) hi = lo + below * step;
+        if (below) lo += (below - 1) * step + 1;
+    }
+    return lo;
+}
+
+// Exclusive prefix sum over the CTA's threads; `total` is everybody's sum. `shared`: a word for each warp. All threads call it.
+__device__ __forceinline__ u32 scan_cta(u32 value, u32* shared, u32& total) {
+    const u32 inclusive = scan_inclusive(value), warps = blockDim.x / kWarp;
+    __syncthreads();
+    if (lane_id() == kWarp - 1) shared[warp_id()] = inclusive;
+    __syncthreads();
+    u32 before = 0;
+    total = 0;
+    for (u32 w = 0; w < warps; ++w) {
+        if (w < warp_id()) before += shared[w];
+        total += shared[w];
+    }
+    return before + inclusive - value;
+}
+
+}  // namespace scape
+
+#endif  // SCAPE_DEVICE_CUH

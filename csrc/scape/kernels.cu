@@ -1,0 +1,127 @@
+// SCAPE's CUDA kernels: C launchers (ds_scape/kernels/impl_cuda.py calls them, ds_scape/kernels/ops.py says what they do).
+//
+// Launchers queue on `stream` and return a cudaError_t; they neither allocate nor wait. Structs are read on the host before they return;
+// all other pointers are of device memory.
+#include "mask.cuh"
+#include "select.cuh"
+#include "worker.cuh"
+
+using namespace scape;
+
+extern "C" {
+
+// Sizes of Enter, Select, Owner, Dense, Tile, Search, Scratch, Range and Fill, to be compared with the caller's.
+int scape_cuda_struct_size(int number) {
+    const int sizes[] = {sizeof(Enter), sizeof(Select), sizeof(Owner), sizeof(Dense), sizeof(Tile), sizeof(Search), sizeof(Scratch),
+                         sizeof(Range), sizeof(Fill)};
+    return sizes[number];
+}
+
+int scape_cuda_enter(const Enter* c, cudaStream_t stream) {
+    if (!c->num || (!c->gradient && !c->values)) return 0;
+    if (c->gradient)
+        SCAPE_LAUNCH(enter_kernel<true>, ceil_div(c->num, kTile), kThreads, stream, *c);
+    else if (c->index)
+        SCAPE_LAUNCH(take_kernel, ceil_div(c->num_index, kThreads), kThreads, stream, *c);
+    else
+        SCAPE_LAUNCH(enter_kernel<false>, ceil_div(c->num, kTile), kThreads, stream, *c);
+    return last_error();
+}
+
+int scape_cuda_track_square(const Enter* c, cudaStream_t stream) {
+    if (!c->num) return 0;
+    SCAPE_LAUNCH(track_kernel, ceil_div(c->num, kThreads * kStepPer), kThreads, stream, *c);
+    return last_error();
+}
+
+int scape_cuda_scatter(void* target, const int64_t* index, const void* values, i64 num, int itemsize, cudaStream_t stream) {
+    if (!num) return 0;
+    const i64 grid = ceil_div(num, kThreads * kStepPer);
+    if (itemsize == 2)
+        SCAPE_LAUNCH(scatter_kernel<u16>, grid, kThreads, stream, (u16*)target, index, (const u16*)values, num);
+    else
+        SCAPE_LAUNCH(scatter_kernel<u32>, grid, kThreads, stream, (u32*)target, index, (const u32*)values, num);
+    return last_error();
+}
+
+int scape_cuda_owner_step(const Owner* c, cudaStream_t stream) {
+    if (!c->num) return 0;
+    const i64 grid = ceil_div(c->num, kThreads * kStepPer);
+    if (c->decay)
+        SCAPE_LAUNCH(owner_kernel<true>, grid, kThreads, stream, *c);
+    else
+        SCAPE_LAUNCH(owner_kernel<false>, grid, kThreads, stream, *c);
+    return last_error();
+}
+
+int scape_cuda_dense_step(const Dense* c, cudaStream_t stream) {
+    if (!c->num) return 0;
+    const i64 grid = ceil_div(c->num, kThreads * kStepPer);
+    if (c->correction != 1.0f)
+        SCAPE_LAUNCH(dense_kernel<true>, grid, kThreads, stream, *c);
+    else
+        SCAPE_LAUNCH(dense_kernel<false>, grid, kThreads, stream, *c);
+    return last_error();
+}
+
+// fills: the parts of c->chosen that no search decides. ctas: as many as the device can have at once, two on a multiprocessor.
+int scape_cuda_select(const Select* c, const Scratch* s, i64 num_searches, const Fill* fills, i64 num_fills, int ctas, cudaStream_t stream) {
+    if (num_fills) SCAPE_LAUNCH(fill_bytes_kernel, num_fills, kThreads, stream, c->chosen, fills);
+    if (!num_searches) return last_error();
+    const i64 grid = s->num_tiles < (i64)ctas * kSelectWarps ? ceil_div(s->num_tiles, kSelectWarps) : ctas;
+    for (int again = 0; again < 2; ++again) {
+        SCAPE_LAUNCH(sample_kernel, grid, kSelectThreads, stream, *c, *s, again != 0);
+        SCAPE_LAUNCH(bracket_kernel, num_searches, kSelectThreads, stream, *s, again != 0);
+        SCAPE_LAUNCH(choose_kernel, grid, kSelectThreads, stream, *c, *s, again != 0);
+        SCAPE_LAUNCH(settle_first_kernel, num_searches, kWarp, stream, *s, again != 0);
+    }
+    for (int digit = 1; digit < kDigits; ++digit) {
+        SCAPE_LAUNCH(digit_kernel, grid, kSelectThreads, stream, *c, *s, digit);
+        SCAPE_LAUNCH(settle_kernel, num_searches, kSelectThreads, stream, *s, digit);
+    }
+    const i64 all = ceil_div(s->num_tiles, kSelectWarps);
+    SCAPE_LAUNCH(equal_kernel, all, kSelectThreads, stream, *c, *s);
+    SCAPE_LAUNCH(rank_kernel, num_searches, kSelectThreads, stream, *s);
+    SCAPE_LAUNCH(finish_kernel, all, kSelectThreads, stream, *c, *s);
+    return last_error();
+}
+
+// bool [numel] -> words without the coordinates of `dense`. words: ceil(numel / 32).
+int scape_cuda_words_of_mask(const u8* mask, i64 numel, u32* words, const Range* dense, i64 num_dense, cudaStream_t stream) {
+    if (!numel) return 0;
+    SCAPE_LAUNCH(words_kernel, ceil_div(numel, kThreads * kWarp), kThreads, stream, mask, numel, words);
+    if (num_dense) SCAPE_LAUNCH(fill_kernel, num_dense, kThreads, stream, words, dense, 0);
+    return last_error();
+}
+
+// Words -> the index encoding. blocks: its runs; before: num_blocks + 1 words of 8 bytes. message: zeros, 4-byte aligned.
+int scape_cuda_indices_of_words(const u32* words, const Run* blocks, i64 num_blocks, i64 max_ones, i64* before, u8* message,
+                                cudaStream_t stream) {
+    if (!num_blocks) return 0;
+    SCAPE_LAUNCH(count_kernel, num_blocks, kThreads, stream, words, blocks, (u32*)message);
+    SCAPE_LAUNCH(before_kernel, 1, kThreads, stream, (const u16*)message, num_blocks, max_ones, before);
+    SCAPE_LAUNCH(offsets_kernel, num_blocks, kThreads, stream, words, blocks, before, max_ones, (u16*)(message + 4 * num_blocks));
+    return last_error();
+}
+
+// The index encoding (at an even address) -> words, 2,048 for every block; before[num_blocks] becomes -1 where it contradicts itself.
+int scape_cuda_words_of_indices(const u8* message, i64 num_blocks, i64 room, i64* before, u32* words, cudaStream_t stream) {
+    if (!num_blocks) return 0;
+    SCAPE_LAUNCH(before_kernel, 1, kThreads, stream, (const u16*)message, num_blocks, room, before);
+    SCAPE_LAUNCH(bits_kernel, num_blocks, kThreads, stream, (const u16*)(message + 4 * num_blocks), before, words);
+    return last_error();
+}
+
+// Sets the ranges in the words, then writes the positions of all ones of all runs, one run after another, counted from bases[run].
+// counts: num_runs words of 4 bytes; before: num_runs + 1 words of 8.
+int scape_cuda_positions(u32* words, const Range* dense, i64 num_dense, const Run* runs, const i64* bases, i64 num_runs, u32* counts,
+                         i64* before, i64 room, i64* positions, cudaStream_t stream) {
+    if (!num_runs) return 0;
+    if (num_dense) SCAPE_LAUNCH(fill_kernel, num_dense, kThreads, stream, words, dense, 1);
+    SCAPE_LAUNCH(count_kernel, num_runs, kThreads, stream, words, runs, counts);
+    SCAPE_LAUNCH(before_kernel, 1, kThreads, stream, (const u16*)counts, num_runs, (i64)1 << 62, before);
+    SCAPE_LAUNCH(positions_kernel, num_runs, kThreads, stream, words, runs, bases, before, room, positions);
+    return last_error();
+}
+
+}  // extern "C"

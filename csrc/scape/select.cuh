@@ -1,0 +1,321 @@
+// Exactly k per segment, without a tensor of scores, all segments at once: keys (rule.h) are computed where they are looked at.
+//
+//   sample    counts the first digits of every 16th line of a large segment, of all of a small one
+//   bracket   a few values of the first digit between which the k-th largest key must lie, or, from a sample, very likely does
+//   choose    one pass over everything: chosen above the bracket, not below it; keys inside are noted down and their first digits counted
+//   settle    the first digit, if the bracket was right; where it was not, the four steps are done again without sampling
+//   count     the second and the third digit, over what was noted
+//   rank      equal keys by lowest index
+//   finish    chosen or not, for what was noted
+//
+// A tile of 1,024 elements belongs to a warp. It notes up to 128 keys as 10 bits of position, 3 of first digit (inside the bracket) and 19
+// bits of key; a tile with more (many equal keys) looks at its elements again in the later steps.
+#ifndef SCAPE_SELECT_CUH
+#define SCAPE_SELECT_CUH
+
+#include "device.cuh"
+
+namespace scape {
+
+constexpr u32 kTileElems = 1024, kMaxNotes = 128, kBracket = 8;
+constexpr u32 kSelectThreads = 512, kSelectWarps = kSelectThreads / kWarp;
+constexpr u32 kSampleStep = 16, kSampleFrom = 1 << 18;      // segments of so many elements are sampled, a line of 32 in 16
+constexpr u32 kLowBits = 19, kLowMask = (1u << kLowBits) - 1;
+
+struct Tile {
+    i64 start;
+    int num, search;
+};
+
+// A segment whose coordinates have to be chosen, and how far that is. Filled in by the kernels, but for the first line.
+struct Search {
+    i64 first_tile, num_tiles, numel, count;
+    i64 wanted;      // of the keys with the digits of `prefix`
+    u32 prefix;      // digits that are settled
+    u32 lo, hi;      // bracket, in values of the first digit
+    u32 above;       // keys above the bracket
+    u32 equal;       // keys that are the last one, where all digits are settled
+    u32 again;       // the bracket was wrong
+};
+
+struct Scratch {
+    const Tile* tiles;
+    Search* searches;
+    u32* histograms;     // [searches][8192], zeroed
+    u32* notes;          // [tiles][kMaxNotes]
+    u32* num_notes;      // [tiles]
+    u32* num_equal;      // [tiles]
+    i64 num_tiles;
+};
+
+__device__ __forceinline__ bool is_sampled(const Search& s) { return s.numel >= (i64)kSampleFrom && !s.again; }
+
+// Calls visit(is valid, key, place in the tile), as a warp, for every `step`-th line of 32 elements of a tile.
+template <u32 kAhead = 8, class Visit>
+__device__ __forceinline__ void tile_keys(const Select& c, const Tile& tile, u32 first, u32 step, const Visit& visit) {
+    for (u32 line = first; line * kWarp < (u32)tile.num; line += kAhead * step) {
+        float r[kAhead], q[kAhead];
+        int last[kAhead];
+#pragma unroll
+        for (u32 j = 0; j < kAhead; ++j) {
+            const u32 at = (line + j * step) * kWarp + lane_id();
+            r[j] = q[j] = 0.0f, last[j] = 0;
+            if (at >= (u32)tile.num) continue;
+            r[j] = c.rank_by[tile.start + at];
+            last[j] = c.last_sync[tile.start + at];
+            if (c.square) q[j] = c.square[tile.start + at];
+        }
+#pragma unroll
+        for (u32 j = 0; j < kAhead; ++j) {
+            const u32 at = (line + j * step) * kWarp + lane_id();
+            const float score = c.square ? residual_score(r[j], q[j]) : r[j];
+            visit(at < (u32)tile.num, sort_key(score, c.step - last[j] >= c.max_age), at);
+        }
+    }
+}
+
+// The same for what is still in question: keys inside the bracket whose digits down to bit `shift` are the prefix's (kWholeBracket: all of
+// them). In order of places.
+constexpr int kWholeBracket = -1;
+template <class Visit>
+__device__ __forceinline__ void keys_in_question(const Select& c, const Scratch& s, i64 t, const Search& search, int shift,
+                                                 const Visit& visit) {
+    const u32 num = s.num_notes[t];
+    const auto is_asked = [&](u32 key) {
+        return shift == kWholeBracket ? key >> kLowBits >= search.lo && key >> kLowBits <= search.hi : key >> shift == search.prefix >> shift;
+    };
+    if (num > kMaxNotes) {
+        tile_keys(c, s.tiles[t], 0, 1, [&](bool valid, u32 key, u32 at) { visit(valid && is_asked(key), key, at); });
+        return;
+    }
+    for (u32 base = 0; base < num; base += kWarp) {
+        const u32 i = base + lane_id();
+        const u32 note = i < num ? s.notes[t * kMaxNotes + i] : 0;
+        const u32 key = ((note >> kLowBits & (kBracket - 1)) + search.lo) << kLowBits | (note & kLowMask);
+        visit(i < num && is_asked(key), key, note >> 22);
+    }
+}
+
+// Runs work(tile's number, search, histogram) over this CTA's share of all tiles, a warp for each tile, and adds the CTA's histogram of
+// `size` counts, from `first(search)` on, to the search's. Searches for which skip(search) holds are left out.
+template <class Skip, class Work, class Flush>
+__device__ __forceinline__ void over_tiles(const Scratch& s, u32* histogram, u32 size, const Skip& skip, const Work& work, const Flush& flush) {
+    i64 t = s.num_tiles * blockIdx.x / gridDim.x;
+    const i64 end = s.num_tiles * (blockIdx.x + 1) / gridDim.x;
+    for (u32 d = threadIdx.x; d < size; d += kSelectThreads) histogram[d] = 0;
+    while (t < end) {
+        const int number = s.tiles[t].search;
+        const Search search = s.searches[number];
+        const i64 last = search.first_tile + search.num_tiles, stop = last < end ? last : end;
+        if (!skip(search)) {
+            __syncthreads();
+            for (i64 tile = t + warp_id(); tile < stop; tile += kSelectWarps) work(tile, search);
+            __syncthreads();
+            u32* const target = s.histograms + (i64)number * digit_size(0);
+            for (u32 d = threadIdx.x; d < size; d += kSelectThreads) {
+                const u32 count = histogram[d];
+                if (count) atomicAdd(&target[d], count), histogram[d] = 0;
+            }
+            flush(number);
+        }
+        t = stop;
+    }
+}
+
+// Takes part of the searches that have to be done again only, or of all.
+__device__ __forceinline__ bool is_skipped(const Search& search, bool again) { return again && !search.again; }
+
+__global__ void __launch_bounds__(kSelectThreads, 2) sample_kernel(const Select c, const Scratch s, bool again) {
+    __shared__ u32 histogram[8192];
+    over_tiles(s, histogram, 8192, [&](const Search& search) { return is_skipped(search, again); },
+               [&](i64 t, const Search& search) {
+                   const auto count = [&](bool valid, u32 key, u32) {
+                       if (valid) atomicAdd(&histogram[key >> kLowBits], 1u);
+                   };
+                   if (is_sampled(search))
+                       tile_keys<2>(c, s.tiles[t], (u32)(t % kSampleStep), kSampleStep, count);
+                   else
+                       tile_keys(c, s.tiles[t], 0, 1, count);
+               },
+               [](int) {});
+}
+
+// Sums of a histogram from the top: `found(d, sum of the counts above d, count of d)` is called, by one thread, for the largest d at which
+// the sum with d reaches `rank` >= 1. Never called if there are not so many.
+template <class Found>
+__device__ __forceinline__ void find_from_top(const u32* histogram, u32 size, i64 rank, u32* shared, const Found& found) {
+    const u32 per = size / kSelectThreads, top = size - threadIdx.x * per;     // this thread: top - per .. top - 1
+    u32 own = 0, total;
+    for (u32 j = 1; j <= per; ++j) own += histogram[top - j];
+    i64 above = scan_cta(own, shared, total);
+    if (above >= rank || above + own < rank) return;
+    for (u32 j = 1; j <= per; ++j) {
+        const u32 count = histogram[top - j];
+        if (above + count >= rank) {
+            found(top - j, above, count);
+            return;
+        }
+        above += count;
+    }
+}
+
+// A CTA for each search, after sample_kernel.
+__global__ void __launch_bounds__(kSelectThreads) bracket_kernel(const Scratch s, bool again) {
+    __shared__ u32 shared[kSelectWarps];
+    __shared__ u32 ends[2];
+    Search& search = s.searches[blockIdx.x];
+    if (is_skipped(search, again)) return;
+    u32* const histogram = s.histograms + (i64)blockIdx.x * digit_size(0);
+    i64 low_rank = search.count, high_rank = search.count;
+    if (is_sampled(search)) {
+        // The rank in the sample, give or take five times what chance makes of it.
+        const float share = (float)search.count / kSampleStep, slack = 5.0f * root(share) + 8.0f;
+        low_rank = (i64)(share + slack), high_rank = (i64)(share - slack);
+        if (high_rank < 1) high_rank = 1;
+    }
+    if (threadIdx.x == 0) ends[0] = 0, ends[1] = digit_size(0) - 1;
+    __syncthreads();
+    find_from_top(histogram, digit_size(0), low_rank, shared, [&](u32 d, i64, u32) { ends[0] = d; });
+    find_from_top(histogram, digit_size(0), high_rank, shared, [&](u32 d, i64, u32) { ends[1] = d; });
+    __syncthreads();
+    for (u32 d = threadIdx.x; d < digit_size(0); d += kSelectThreads) histogram[d] = 0;
+    if (threadIdx.x == 0) {
+        search.lo = ends[0], search.hi = ends[1];
+        if (search.hi - search.lo >= kBracket) search.hi = search.lo + kBracket - 1;     // found wrong, most likely
+        search.above = 0;
+    }
+}
+
+__global__ void __launch_bounds__(kSelectThreads, 2) choose_kernel(const Select c, const Scratch s, bool again) {
+    __shared__ u32 histogram[kSelectThreads];       // of first digits inside the bracket
+    __shared__ u32 above;
+    if (threadIdx.x == 0) above = 0;
+    over_tiles(s, histogram, kBracket, [&](const Search& search) { return is_skipped(search, again); },
+               [&](i64 t, const Search& search) {
+                   const Tile tile = s.tiles[t];
+                   u32 num = 0, chosen_above = 0;
+                   tile_keys(c, tile, 0, 1, [&](bool valid, u32 key, u32 at) {
+                       const u32 digit = key >> kLowBits, place = digit - search.lo;
+                       const bool is_above = digit > search.hi, is_inside = valid && digit >= search.lo && !is_above;
+                       if (valid) c.chosen[tile.start + at] = is_above;
+                       chosen_above += valid && is_above;
+                       const u32 inside = __ballot_sync(kAllLanes, is_inside);
+                       if (is_inside) {
+                           const u32 i = num + __popc(inside & ((1u << lane_id()) - 1));
+                           if (i < kMaxNotes) s.notes[t * kMaxNotes + i] = at << 22 | place << kLowBits | (key & kLowMask);
+                           atomicAdd(&histogram[place], 1u);
+                       }
+                       num += __popc(inside);
+                   });
+                   chosen_above = __reduce_add_sync(kAllLanes, chosen_above);
+                   if (lane_id() == 0) {
+                       s.num_notes[t] = num;
+                       if (chosen_above) atomicAdd(&above, chosen_above);
+                   }
+               },
+               [&](int number) {
+                   if (threadIdx.x == 0 && above) atomicAdd(&s.searches[number].above, above), above = 0;
+               });
+}
+
+// The first digit, after choose_kernel.
+__global__ void __launch_bounds__(kSelectThreads) settle_first_kernel(const Scratch s, bool again) {
+    Search& search = s.searches[blockIdx.x];
+    if (threadIdx.x != 0 || is_skipped(search, again)) return;
+    u32* const histogram = s.histograms + (i64)blockIdx.x * digit_size(0);
+    i64 wanted = search.count - search.above;
+    search.again = 1;
+    if (wanted > 0)
+        for (u32 place = search.hi - search.lo + 1; place--;) {
+            if (histogram[place] >= wanted) {
+                search.again = 0;
+                search.prefix = (search.lo + place) << kLowBits, search.wanted = wanted;
+                break;
+            }
+            wanted -= histogram[place];
+        }
+    for (u32 place = 0; place < kBracket; ++place) histogram[place] = 0;
+}
+
+// The histogram of the second or third digit (1, 2).
+__global__ void __launch_bounds__(kSelectThreads, 2) digit_kernel(const Select c, const Scratch s, int digit) {
+    __shared__ u32 histogram[1024];
+    over_tiles(s, histogram, digit_size(digit), [](const Search&) { return false; },
+               [&](i64 t, const Search& search) {
+                   keys_in_question(c, s, t, search, digit_shift(digit - 1), [&](bool asked, u32 key, u32) {
+                       if (asked) atomicAdd(&histogram[key >> digit_shift(digit) & (digit_size(digit) - 1)], 1u);
+                   });
+               },
+               [](int) {});
+}
+
+__global__ void __launch_bounds__(kSelectThreads) settle_kernel(const Scratch s, int digit) {
+    __shared__ u32 shared[kSelectWarps];
+    Search& search = s.searches[blockIdx.x];
+    u32* const histogram = s.histograms + (i64)blockIdx.x * digit_size(0);
+    const i64 wanted = search.wanted;
+    __syncthreads();
+    find_from_top(histogram, digit_size(digit), wanted, shared, [&](u32 d, i64 above, u32 count) {
+        search.prefix |= d << digit_shift(digit), search.wanted = wanted - above, search.equal = count;
+    });
+    __syncthreads();
+    for (u32 d = threadIdx.x; d < digit_size(digit); d += kSelectThreads) histogram[d] = 0;
+}
+
+// How many keys of every tile are the last one; not needed where all of them are taken.
+__global__ void __launch_bounds__(kSelectThreads) equal_kernel(const Select c, const Scratch s) {
+    const i64 t = (i64)blockIdx.x * kSelectWarps + warp_id();
+    if (t >= s.num_tiles) return;
+    const Search& search = s.searches[s.tiles[t].search];
+    if (search.equal == search.wanted) return;
+    u32 num = 0;
+    keys_in_question(c, s, t, search, 0, [&](bool asked, u32, u32) { num += __popc(__ballot_sync(kAllLanes, asked)); });
+    if (lane_id() == 0) s.num_equal[t] = num;
+}
+
+// Turns them into how many there are in the tiles before; a CTA for each search.
+__global__ void __launch_bounds__(kSelectThreads) rank_kernel(const Scratch s) {
+    __shared__ u32 shared[kSelectWarps];
+    const Search& search = s.searches[blockIdx.x];
+    if (search.equal == search.wanted) return;
+    u32 sum = 0;
+    for (i64 start = 0; start < search.num_tiles; start += kSelectThreads) {
+        const i64 i = start + threadIdx.x;
+        u32* const own = s.num_equal + search.first_tile + i;
+        u32 total;
+        const u32 before = scan_cta(i < search.num_tiles ? *own : 0, shared, total);
+        if (i < search.num_tiles) *own = sum + before;
+        sum += total;
+    }
+}
+
+__global__ void __launch_bounds__(kSelectThreads) finish_kernel(const Select c, const Scratch s) {
+    const i64 t = (i64)blockIdx.x * kSelectWarps + warp_id();
+    if (t >= s.num_tiles) return;
+    const Tile tile = s.tiles[t];
+    const Search& search = s.searches[tile.search];
+    const u32 last = search.prefix;
+    const i64 wanted = search.wanted;
+    const bool all = search.equal == wanted;
+    u32 before = all ? 0 : s.num_equal[t];
+    keys_in_question(c, s, t, search, kWholeBracket, [&](bool asked, u32 key, u32 at) {
+        const u32 equal = __ballot_sync(kAllLanes, asked && key == last);
+        const u32 rank = before + __popc(equal & ((1u << lane_id()) - 1));
+        if (asked && (key > last || (key == last && (all || rank < wanted)))) c.chosen[tile.start + at] = 1;
+        before += __popc(equal);
+    });
+}
+
+// What no search decides: bytes of a range, a CTA for each.
+struct Fill {
+    i64 start, stop, value;
+};
+
+__global__ void __launch_bounds__(kThreads) fill_bytes_kernel(u8* bytes, const Fill* fills) {
+    const Fill fill = fills[blockIdx.x];
+    for (i64 i = fill.start + threadIdx.x; i < fill.stop; i += kThreads) bytes[i] = (u8)fill.value;
+}
+
+}  // namespace scape
+
+#endif  // SCAPE_SELECT_CUH

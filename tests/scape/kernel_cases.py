@@ -1,0 +1,167 @@
+"""Inputs for SCAPE's kernels with every awkward feature, and the comparison of a kernel set with the reference: bits, and nothing written
+beside what is asked for."""
+import torch
+
+from ds_scape.kernels import impl_reference as reference
+from ds_scape.update import tables
+from tests.helpers.bits import as_ints
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+SENTINEL = 0x5A
+
+
+def rng(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def spread(n, seed, dtype=FP32, specials=True):
+    """Gaussians over many scales, denormals among them; with specials also +-0, +-inf, NaN and the largest numbers."""
+    x = torch.randn(n, generator=rng(seed)) * torch.pow(10.0, torch.randint(-42, 4, (n,), generator=rng(seed + 1)).float())
+    x[torch.rand(n, generator=rng(seed + 2)) < 0.3] = 0.25
+    if specials:
+        odd = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 3.4e38, -1e-45, 1e-38])
+        at = torch.rand(n, generator=rng(seed + 3)) < 0.1
+        x[at] = odd[torch.randint(0, len(odd), (int(at.sum()),), generator=rng(seed + 4))]
+    return x.to(dtype)
+
+
+def plain(n, seed, dtype=FP32, scale=1e-2):
+    return (torch.randn(n, generator=rng(seed)) * scale).to(dtype)
+
+
+def misleading(n, seed, factor):
+    """Where the CUDA kernels take their sample (csrc/scape/select.cuh, in a segment that starts at 3), numbers are ``factor`` times 0.03,
+    elsewhere about 1."""
+    place = torch.arange(n) - 3
+    sampled = place // 32 % 16 == place // 1024 % 16
+    return torch.where(sampled, 0.03 * factor, 1.0) * (1 + torch.rand(n, generator=rng(seed)))
+
+
+def chosen(n, share, seed):
+    """Ascending positions, int64."""
+    return (torch.rand(n, generator=rng(seed)) < share).nonzero().view(-1)
+
+
+class Guarded:
+    """Copies of tensors inside larger storages, ``offset`` elements in: what is written outside is seen."""
+
+    def __init__(self, offset: int):
+        self._offset, self._kept = offset, []
+
+    def copy(self, t):
+        if t is None:
+            return None
+        size = t.element_size()
+        whole = torch.full(((t.numel() + self._offset + 7) * size,), SENTINEL, dtype=torch.uint8).view(t.dtype)
+        view = whole[self._offset:self._offset + t.numel()]
+        view.copy_(t)
+        self._kept.append((whole.view(torch.uint8), self._offset * size, (self._offset + t.numel()) * size))
+        return view
+
+    def check(self):
+        for whole, start, stop in self._kept:
+            assert (whole[:start] == SENTINEL).all() and (whole[stop:] == SENTINEL).all(), "written beside a tensor"
+
+
+def assert_same(got, expected, where):
+    """The same bits, and NaN where there is NaN: its payload is open."""
+    assert got.dtype == expected.dtype and got.shape == expected.shape, f"{where}: {got.dtype} {tuple(got.shape)}, {tuple(expected.shape)}"
+    a, b = as_ints(got).clone(), as_ints(expected).clone()
+    if got.is_floating_point():
+        both = torch.isnan(got).view(-1) & torch.isnan(expected).view(-1)
+        a[both] = b[both] = 0
+    if not torch.equal(a, b):
+        i = int((a != b).nonzero()[0])
+        raise AssertionError(f"{where}: {int((a != b).sum())} of {a.numel()} differ, first at {i}: {got.view(-1)[i]} {int(a[i]):#x}, "
+                             f"expected {expected.view(-1)[i]} {int(b[i]):#x}")
+
+
+def compare(kernels, name, tensors, call, offset=1):
+    """call(function, **tensors) with the reference and with the set ``kernels`` on copies; all tensors and what is returned must agree."""
+    guards = [Guarded(0), Guarded(offset)]
+    copies = [{key: g.copy(t) for key, t in tensors.items()} for g in guards]
+    results = [call(getattr(k, name), **c) for k, c in zip((reference, kernels), copies, strict=True)]
+    if isinstance(results[0], torch.Tensor):
+        assert_same(results[1], results[0], f"{name}: result")
+    for key, expected in copies[0].items():
+        if expected is not None:
+            assert_same(copies[1][key], expected, f"{name}: {key}")
+    guards[1].check()
+
+
+def check_enter(kernels, n, *, gradient_dtype=FP32, wire=BF16, share=0.1, factor=0.37, own=(0.25, 0.5), first=0, seed=0, offset=1,
+                specials=True):
+    """share None: everything is taken; -1: nothing. gradient_dtype None: nothing enters."""
+    make = spread if specials else plain
+    index = None if share is None or share < 0 else chosen(n, share, seed) + first
+    num = n if index is None else len(index)
+    start, size = int(own[0] * n), int(own[1] * n) if gradient_dtype else 0
+    tensors = {"residual": make(n, seed + 10), "gradient": make(n, seed + 20, gradient_dtype) if gradient_dtype else None,
+               "index": index, "values": torch.zeros(num, dtype=wire) if share is None or share >= 0 else None,
+               "square": make(size, seed + 30).abs() if own[1] and size else None}
+    compare(kernels, "enter", tensors, lambda f, residual, gradient, index, values, square: f(
+        residual, gradient, factor, index, values, first, square, start, 0.95), offset)
+
+
+def check_track(kernels, n, dtype, factor, seed=0, offset=1):
+    compare(kernels, "track_square", {"square": spread(n, seed).abs(), "gradient": spread(n, seed + 9, dtype)},
+            lambda f, square, gradient: f(square, gradient, factor, 0.95), offset)
+
+
+def check_scatter(kernels, n, share, dtype, seed=0, offset=1):
+    index = chosen(n, share, seed)
+    compare(kernels, "scatter", {"target": spread(n, seed, dtype), "index": index, "values": spread(len(index), seed + 1, dtype)},
+            lambda f, **t: f(**t), offset)
+
+
+def check_select(kernels, rank_by, square, segments, *, overdue=0.02, seed=0, offset=1):
+    n = rank_by.numel()
+    last = torch.randint(60, 99, (n,), generator=rng(seed + 5), dtype=torch.int32)
+    last[torch.rand(n, generator=rng(seed + 6)) < overdue] = 7
+    compare(kernels, "select", {"rank_by": rank_by, "square": square, "last_sync": last},
+            lambda f, rank_by, square, last_sync: f(rank_by, square, last_sync, 100, 40, segments), offset)
+
+
+def check_owner(kernels, n, *, share=0.1, out_dtype=BF16, decay=True, catch_up=True, max_age=40, seed=0, offset=1, specials=True):
+    """share None: all coordinates."""
+    make = spread if specials else plain
+    index = None if share is None else chosen(n, share, seed)
+    num = n if index is None else len(index)
+    by_age = tables.age_tables(max_age, 0.9, dtype=FP32, device="cpu")
+    products = None
+    if decay:
+        products = tables.initial_decay(max_age + 21)
+        for step in range(100):
+            products = tables.advance_decay(products, 1 - 0.001 * (step % 7))
+        products = products.float()
+    tensors = {"weight": make(n, seed), "momentum": make(n, seed + 1), "mean_value": make(num, seed + 2), "index": index,
+               "last_sync": torch.randint(0, 100, (n,), generator=rng(seed), dtype=torch.int32), "out": torch.zeros(num, dtype=out_dtype)}
+    compare(kernels, "owner_step", tensors, lambda f, weight, momentum, mean_value, index, last_sync, out: f(
+        weight, momentum, last_sync, mean_value, index, 100, by_age, products, 0.01, 0.95, 1e-6, catch_up, out), offset)
+
+
+def check_dense(kernels, n, *, step=0, decay=0.999, seed=0, offset=1):
+    tensors = {"weight": spread(n, seed), "momentum": spread(n, seed + 1), "gradient": spread(n, seed + 2)}
+    correction = 1 - 0.9 ** step if step else 1.0
+    compare(kernels, "dense_step", tensors, lambda f, weight, momentum, gradient: f(
+        weight, momentum, gradient, 0.01, 0.9, 1 - 0.9, 0.95, 1e-6, decay, correction), offset)
+
+
+def check_masks(kernels, sizes, share, dense, encoding, seed=0):
+    """Packs and unpacks, with every part of ``sizes``; the message sits at an odd address."""
+    n = sum(sizes)
+    mask = torch.rand(n, generator=rng(seed)) < share
+    for start, stop in dense:
+        mask[start:stop] = True
+    free = mask & ~reference._ranges(dense, n, mask.device)
+    max_ones = int(free.sum()) + 5
+    compare(kernels, "pack_mask", {"mask": mask}, lambda f, mask: f(mask, dense, encoding, max_ones))
+    message = reference.pack_mask(mask, dense, encoding, max_ones)
+    counts = tuple(int(part.sum()) for part in mask.split(sizes))
+    guard = Guarded(1)
+    positions, found = kernels.unpack_mask(guard.copy(message), n, dense, encoding, tuple(sizes), counts)
+    expected, _ = reference.unpack_mask(message, n, dense, encoding, tuple(sizes), counts)
+    assert tuple(found) == counts
+    for got, wanted in zip(positions, expected, strict=True):
+        assert_same(got, wanted, "positions")
+    guard.check()

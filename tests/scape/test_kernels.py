@@ -1,0 +1,170 @@
+"""Every kernel set against the reference, bit for bit, on everything that floats and masks can be."""
+import ctypes
+import subprocess
+
+import pytest
+import torch
+
+from ds_scape.kernels import c_structs, cuda_plans, impl_cpu
+from ds_scape.kernels import impl_reference as reference
+from ds_scape.kernels.impl_cuda import CudaKernels
+from ds_scape.sync.partition import Segment
+from tests.scape import kernel_cases as cases
+from tests.scape.kernel_cases import BF16, FP16, FP32
+from zipscape.op_builder import toolchain
+from zipscape.op_builder.base import csrc_dir
+from zipscape.op_builder.scape import SCAPE_CPU, SCAPE_CUDA
+
+
+def _cpu(isa):
+    library = SCAPE_CPU.load()
+    if not library.scape_cpu_supports(impl_cpu.ISAS.index(isa)):
+        pytest.skip(f"this machine has no {isa}")
+    return impl_cpu.CpuKernels(library, isa)
+
+
+@pytest.fixture(scope="module")
+def emulated_library(tmp_path_factory) -> ctypes.CDLL:
+    """The CUDA source for a CPU, one fiber a thread: checks logic, not races."""
+    target = tmp_path_factory.mktemp("emulated") / "scape.so"
+    flags = ("-x", "c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing", "-DZIPSCAPE_EMULATE")
+    subprocess.run([*toolchain.find("c++"), *flags, f"-I{csrc_dir()}", str(SCAPE_CUDA.source_paths()[0]), "-o", str(target)], check=True,
+                   timeout=300)
+    return ctypes.CDLL(str(target))
+
+
+@pytest.fixture(scope="module", params=[*impl_cpu.ISAS, "cuda"])
+def kernels(request):
+    if request.param == "cuda":
+        return CudaKernels(request.getfixturevalue("emulated_library"), "emulated", emulated=3)
+    return _cpu(request.param)
+
+
+#: Nothing, one, around the vectors', blocks' and pieces' sizes.
+SIZES = (0, 1, 2, 15, 17, 255, 257, 2047, 2049, 4097, 70001)
+
+
+@pytest.mark.parametrize("gradient_dtype", [None, FP32, BF16, FP16])
+@pytest.mark.parametrize("wire", [FP32, BF16])
+@pytest.mark.parametrize("share", [None, -1, 0.0, 0.01, 0.4, 1.0])
+def test_enter(kernels, gradient_dtype, wire, share):
+    if gradient_dtype is None and share == -1:
+        return
+    for i, n in enumerate(SIZES):
+        factor = (1.0, 0.37, 1 / 1024)[i % 3]
+        cases.check_enter(kernels, n, gradient_dtype=gradient_dtype, wire=wire, share=share, factor=factor, seed=i, offset=i % 4,
+                          first=(0, 12345)[i % 2], own=((0, 0), (0, 1), (0.4, 0.3), (0.75, 0.25))[i % 4], specials=i % 3 != 0)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_track_square(kernels, dtype):
+    for i, n in enumerate(SIZES):
+        cases.check_track(kernels, n, dtype, (1.0, 0.3)[i % 2], seed=i, offset=i % 4)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_scatter(kernels, dtype):
+    for i, n in enumerate(SIZES):
+        cases.check_scatter(kernels, n, (0.0, 0.02, 1.0)[i % 3], dtype, seed=i, offset=i % 4)
+
+
+def random_segments(n, seed):
+    """(start, stop, count) with gaps: counts of nothing, one, some, all but one, all; segments of one element among them."""
+    generator, segments, position = cases.rng(seed), [], 0
+    while position < n:
+        size = min(n - position, int(torch.randint(1, (3, 40, 5000, 30000)[len(segments) % 4], (1,), generator=generator)))
+        count = (0, 1, size // 10, size - 1, size, size // 100, size // 2)[int(torch.randint(0, 7, (1,), generator=generator))]
+        segments.append(Segment(position, position + size, count))
+        position += size + len(segments) % 3
+    return tuple(segments)
+
+
+@pytest.mark.parametrize("kind", ["spread", "plain", "ties", "all equal", "zeros", "given scores", "bits"])
+def test_select(kernels, kind):
+    for i, n in enumerate(SIZES):
+        r = {"spread": cases.spread, "plain": cases.plain}.get(kind, cases.plain)(n, i)
+        q = cases.spread(n, i + 7) if kind == "spread" else cases.plain(n, i + 7).abs() ** 2
+        if kind == "ties":
+            r, q = torch.randint(-3, 4, (n,), generator=cases.rng(i)).float(), torch.ones(n)
+        elif kind == "all equal":
+            r, q = torch.full((n,), -0.5), torch.full((n,), 2.0)
+        elif kind == "zeros":
+            r, q = torch.zeros(n), torch.where(q > q.median() if n else q > 0, q, torch.zeros(n))
+        elif kind == "given scores":
+            r, q = cases.spread(n, i).abs(), None
+        elif kind == "bits":                    # every pattern: NaN payloads decide the order
+            r, q = (torch.randint(-1 << 31, 1 << 31, (n,), generator=cases.rng(i)).to(torch.int32).view(FP32) for i in (i, i + 50))
+        for overdue in (0.0, 0.03, 1.0):
+            cases.check_select(kernels, r, q, random_segments(n, i), overdue=overdue, seed=i, offset=i % 4)
+
+
+@pytest.mark.parametrize("numel, counts", [(600_000, (1, 6000, 300_000, 599_999))])
+def test_select_of_a_segment_of_several_pieces(kernels, numel, counts):
+    """Ties across pieces; more keys in question than a piece notes down; a sample that is of no use."""
+    for count in counts:
+        for r in (cases.plain(numel, count), torch.full((numel,), 0.5), (torch.arange(numel) % 3).float(), torch.zeros(numel),
+                  cases.spread(numel, count), cases.misleading(numel, count, 1.0), cases.misleading(numel, count, 1e-3)):
+            segments = (Segment(3, numel - 5, count - min(count - 1, 8)), Segment(numel - 5, numel - 1, 2))
+            cases.check_select(kernels, r, torch.ones(numel), segments, overdue=0.001)
+
+
+@pytest.mark.parametrize("share", [None, 0.0, 0.05, 1.0])
+@pytest.mark.parametrize("decay", [True, False])
+@pytest.mark.parametrize("catch_up", [True, False])
+def test_owner_step(kernels, share, decay, catch_up):
+    for i, n in enumerate(SIZES):
+        cases.check_owner(kernels, n, share=share, out_dtype=(BF16, FP16, FP32)[i % 3], decay=decay, catch_up=catch_up, seed=i,
+                          offset=i % 4, max_age=(40, 3)[i % 2], specials=i % 3 != 1)
+
+
+@pytest.mark.parametrize("step", [0, 1, 7])
+def test_dense_step(kernels, step):
+    for i, n in enumerate(SIZES):
+        cases.check_dense(kernels, n, step=step, decay=(1.0, 0.99)[i % 2], seed=i, offset=i % 4)
+
+
+@pytest.mark.parametrize("encoding", ["bits", "indices"])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
+def test_masks(kernels, encoding, share):
+    for i, sizes in enumerate([(1,), (7,), (8, 1), (64,), (65, 63), (65536,), (65535, 2, 70001), (200_003, 5)]):
+        n = sum(sizes)
+        dense = [(), ((0, 1),), ((n // 3, n // 2),), ((n - 1, n),), tuple((k, k + 1) for k in range(0, min(n, 40), 2))][i % 5]
+        cases.check_masks(kernels, sizes, share, tuple(r for r in dense if r[1] > r[0]), encoding, seed=i)
+
+
+def test_corrupt_masks_are_found_as_by_the_reference(kernels):
+    n, mask = 150_000, torch.rand(150_000, generator=cases.rng(1)) < 0.02
+    count = int(mask.sum())
+    message = reference.pack_mask(mask, (), "indices", count)
+    for place in (*range(12), 12, 13, 500, message.numel() - 1):
+        for flip in (1, 0x80):
+            broken = message.clone()
+            broken[place] ^= flip
+            expected, found = reference.unpack_mask(broken, n, (), "indices", (n,), (count,))
+            positions, got = kernels.unpack_mask(broken, n, (), "indices", (n,), (count,))
+            assert list(got) == found
+            if found == [count]:
+                assert torch.equal(positions[0], expected[0])
+
+
+def test_threads_agree(kernels):
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        n = 1_500_000
+        cases.check_enter(kernels, n, own=(0.3, 0.4))
+        cases.check_owner(kernels, n, share=0.3)
+        cases.check_dense(kernels, n)
+        cases.check_select(kernels, cases.plain(n, 1), cases.plain(n, 2).abs(), (Segment(0, 900_000, 9000), Segment(900_000, n, 200_000)))
+        cases.check_masks(kernels, (n,), 0.1, ((10, 500),), "indices")
+        cases.check_masks(kernels, (n // 2, n - n // 2), 0.1, ((10, 500),), "bits")
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_structs_are_as_large_as_the_librarys(emulated_library):
+    structures = (c_structs.Enter, c_structs.Select, c_structs.Owner, c_structs.Dense)
+    for sizes, size_of in ((structures, SCAPE_CPU.load().scape_cpu_struct_size), (structures, emulated_library.scape_cuda_struct_size)):
+        assert [size_of(number) for number in range(4)] == [ctypes.sizeof(structure) for structure in sizes]
+    assert [emulated_library.scape_cuda_struct_size(number) for number in range(4, 9)] == [
+        16, 8 * cuda_plans.SEARCH_WORDS, ctypes.sizeof(c_structs.Scratch), 16, 24]

@@ -3,7 +3,7 @@ every range checked at construction."""
 import math
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from zipscape.errors import ConfigError, describe
 
@@ -44,6 +44,20 @@ class AdamSParams(GroupParams):
     """As in SCAPE's parameters; one for all groups."""
 
 
+class Offload(BaseModel):
+    """Where residuals are. ``true`` stands for the defaults, ``false`` for {"residual": "none"}."""
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    residual: Literal["cpu", "none"] = "cpu"
+    """"cpu": in host memory; "none": on the device."""
+
+    buffers: int = Field(2, ge=2, le=64)
+    """Pieces of 64 MiB that are on the device at a time. So many come in behind the backward pass."""
+
+    pin_memory: bool = True
+    """Page-locked host memory, where the device is a GPU. Without it, copies make the host wait."""
+
+
 class ScapeParams(GroupParams):
     """All parameters of SCAPE. lr, betas, eps, weight_decay and density (or sparsity) may differ per parameter group."""
 
@@ -69,8 +83,8 @@ class ScapeParams(GroupParams):
     catch_up: bool = True
     """A synchronisation stands for all steps since the last one. false: for one step, the literal reading, for comparison only."""
 
-    offload: bool = False
-    """Residuals in host memory (page-locked on GPUs). Same results."""
+    offload: Offload = Offload(residual="none")
+    """Residuals in host memory: true, false or an object of ``Offload``. Same results."""
 
     save_residual: Literal["full", "mean", "flush"] = "full"
     """What a checkpoint keeps of the residuals: every rank's (resuming is bit-equal), their mean, or none after one dense step."""
@@ -83,6 +97,11 @@ class ScapeParams(GroupParams):
 
     check_masks_every: int = Field(0, ge=0)
     """All ranks compare a checksum of their masks every so many steps; 0: never."""
+
+    @field_validator("offload", mode="before")
+    @classmethod
+    def _true_is_the_default(cls, value):
+        return {"residual": "cpu" if value else "none"} if isinstance(value, bool) else value
 
     @model_validator(mode="before")
     @classmethod
@@ -121,6 +140,8 @@ def parse(values: dict, model=ScapeParams, where: str = "the optimizer's params 
 def _problem(error: dict, model) -> str:
     path = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
+        for part in error["loc"][:-1]:
+            model = model.model_fields[part].annotation
         return f"{path}: unknown field (known: {', '.join(model.model_fields)})"
     if not path:
         return error["msg"].removeprefix("Value error, ")

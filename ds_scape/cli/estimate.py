@@ -7,7 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ds_scape.optimizer.offload import PIECE
+from ds_scape.optimizer.passage import PIECE
 from ds_scape.sync.partition import Layout, TensorSlot, flat_layout
 from ds_scape.sync.traffic import dense_zero_bytes, held_bytes, step_bytes
 from zipscape.errors import ConfigError, describe

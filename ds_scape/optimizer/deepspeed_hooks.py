@@ -143,18 +143,24 @@ def _checked(method, zero_optimization):
                 raise ConfigError(describe("SCAPE hooks into DeepSpeed's internals and was not tested with this version",
                                            got=deepspeed.__version__, expected=" or ".join(TESTED_DEEPSPEED)))
             _check_log(basic_optimizer.params.log)
+            if not any(map(_is_trained, basic_optimizer.param_groups)):
+                raise ConfigError(describe("SCAPE was given nothing to train", got="frozen and empty parameters alone"))
             check_engine(self, groups._get_sequence_parallel_world_size(), _tensor_parallel_size(self))
         except Exception as problem:        # the other ranks must hear of it, not wait for this one
             error = problem
         _agree("settings", _settings(basic_optimizer), error)
         if not self.zero_optimization():
             return method(self, basic_optimizer)
-        trainable = [g for g in basic_optimizer.param_groups if any(p.requires_grad for p in g["params"])]
-        basic_optimizer.param_groups[:] = trainable         # ZeRO cannot flatten a group of frozen parameters
+        # ZeRO cannot flatten a group in which nothing is trained.
+        basic_optimizer.param_groups[:] = [group for group in basic_optimizer.param_groups if _is_trained(group)]
         # The engine's own choice for bf16 with fp32 accumulation at stage 1 would be a wrapper without partitions of ours.
         return zero_optimization
 
     return _do_optimizer_sanity_check
+
+
+def _is_trained(group: dict) -> bool:
+    return any(p.requires_grad and p.numel() for p in group["params"])
 
 
 def _check_log(path: str | None) -> None:

@@ -69,6 +69,7 @@ class Flow:
     @torch.no_grad()
     def step(self, fresh: list[torch.Tensor], *, max_norm: float = 0.0, loss_scale: float = 1.0) -> StepResult:
         """One step from the fresh gradients, per buffer [W * P], any float dtype, multiplied by ``loss_scale``."""
+        self.prefetch()
         square, bad = self._agree_on_norm(fresh, loss_scale)
         grad_norm = math.sqrt(square) if not bad else square
         step = self.num_steps + 1
@@ -78,12 +79,29 @@ class Flow:
         positions = self._take_positions()
         self.last_dense_step = step if positions.dense else self.last_dense_step
         factor = norms.clip_factor(square, max_norm) / loss_scale
-        entered = [self._enter(flat, gradient, factor, index, self._wire)
-                   for flat, gradient, index in zip(self.flats, fresh, positions.whole, strict=True)]
-        self._synchronise([values for values, _, _ in entered], positions)
+        taken, ranked_by = [], []
+        for flat, gradient, index in zip(self.flats, fresh, positions.whole, strict=True):
+            values, *rest = self._enter(flat, gradient, factor, index, self._wire)
+            taken.append(values)
+            ranked_by.append(rest)
+        means = reduce_to_owners(taken, positions, self.transport, self.flats[0].weight.dtype)
+        del taken, values                   # in a step without masks they are as large as the model
+        self._synchronise(means, positions)
         if not self.is_dense(step + 1):
-            self._start_mask(entered, positions)
+            self._start_mask(ranked_by, positions)
         return StepResult(True, (), grad_norm, positions.dense)
+
+    def prefetch(self) -> None:
+        """Under offload: the first pieces of the residual may come to the device, while gradients are still being made."""
+        for flat in self.flats:
+            if flat.passage is not None:
+                return flat.passage.begin(flat.stored_residual)
+
+    def settle(self) -> None:
+        """Under offload: the host waits until the residuals are whole in its memory."""
+        for flat in self.flats:
+            if flat.passage is not None:
+                flat.passage.settle()
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -109,7 +127,7 @@ class Flow:
     def state_dict(self) -> dict:
         """What belongs to no single buffer: the step, this rank's part of the next mask, the decay products."""
         return {"num_steps": self.num_steps, "mask": None if self.is_dense(self.num_steps + 1) else self._mask_message,
-                "shape_of_masks": self._shape_of_masks(), "decay": [flat.decay for flat in self.flats]}
+                "shape_of_masks": self._shape_of_masks(), "decay": [flat.decay.cpu() for flat in self.flats]}
 
     def load_state_dict(self, saved: dict) -> None:
         """The inverse, at the same world size. No communication: the mask is gathered when the next step needs it. A mask of other
@@ -172,7 +190,8 @@ class Flow:
         if is_ranked and square is None:
             scape_rule.track_square(flat.square, self._owned(flat, gradient), factor=factor, beta2=betas[1], kernels=self.kernels)
         if flat.passage is not None:
-            values, before, after = offload.enter(flat.residual, flat.passage, gradient, factor, index, wire, own, is_early, self.kernels)
+            values, before, after = offload.enter(flat.stored_residual, flat.passage, gradient, factor, index, wire, own, is_early,
+                                                  self.kernels)
         elif in_one_pass:
             values, before, after = residuals.enter(flat.residual, gradient, factor, index, wire, square=square, own_start=own.start,
                                                     beta2=betas[1], kernels=self.kernels), None, flat.residual[own]
@@ -186,8 +205,7 @@ class Flow:
         return values, early, after
 
     # --- 3, 4, 5: values to the owners, weights back ----------------------------------------------------------------------------------
-    def _synchronise(self, taken, positions: Positions) -> None:
-        means = reduce_to_owners(taken, positions, self.transport, self.flats[0].weight.dtype)
+    def _synchronise(self, means, positions: Positions) -> None:
         changed = []
         for i, (flat, mean) in enumerate(zip(self.flats, means, strict=True)):
             flat.advance_decay()
@@ -208,9 +226,9 @@ class Flow:
         return flat.own(whole, self.transport.rank).to(flat.weight.device)
 
     # --- 6: the next mask ---------------------------------------------------------------------------------------------------------------
-    def _start_mask(self, entered, positions) -> None:
+    def _start_mask(self, ranked_by, positions) -> None:
         rank, chosen = self.transport.rank, []
-        for flat, (_, early, left) in zip(self.flats, entered, strict=True):
+        for flat, (early, left) in zip(self.flats, ranked_by, strict=True):
             if flat.layout.is_full:
                 continue
             rank_by, square = (left.to(flat.weight.device), flat.square) if early is None else (early, None)

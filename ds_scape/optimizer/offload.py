@@ -1,74 +1,9 @@
-"""Residuals in host memory: they pass through the device piece by piece, in two pinned-memory transfers that run beside the arithmetic.
-
-A piece is copied in, takes up its gradients, gives what is sent, and is copied back. Two buffers on the device take turns: while one is
-worked on, the other is written back and filled. The arithmetic and its order per element are those of a residual on the device, and so are
-the bits.
-"""
+"""A step's work on a residual in host memory, in one pass through the device (passage.py). The arithmetic and its order per element are
+those of a residual on the device, and so are the bits."""
 import torch
 
 from ds_scape.kernels.ops import Kernels
-
-#: Elements of a piece: 64 MiB in fp32.
-PIECE = 1 << 24
-
-
-def host_residual(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros [numel] in host memory, page-locked where ``device`` is a GPU."""
-    return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
-
-
-class Passage:
-    """Takes pieces of one host tensor through a device. Not thread-safe; the results are ready for the current stream."""
-
-    def __init__(self, device: torch.device, piece: int = PIECE):
-        self.device, self.piece = device, piece
-        self._buffers = {}
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._written = [None, None]
-
-    def __deepcopy__(self, memo):
-        return Passage(self.device, self.piece)
-
-    def pieces(self, host: torch.Tensor):
-        """Yields (start, the piece on the device), one after another; what the caller does to it is in ``host`` when the loop has ended."""
-        if self._copies is not None:
-            self._copies.wait_stream(torch.cuda.current_stream(self.device))        # whatever used the buffers' memory before
-        starts = list(range(0, host.numel(), self.piece))
-        arriving = self._fetch(host, starts[0], 0) if starts else None
-        for i, start in enumerate(starts):
-            part, arrived = arriving
-            if i + 1 < len(starts):
-                arriving = self._fetch(host, starts[i + 1], (i + 1) % 2)
-            if arrived is not None:
-                torch.cuda.current_stream(self.device).wait_event(arrived)
-            yield start, part
-            self._write_back(host, start, part, i % 2)
-        if self._copies is not None:
-            self._copies.synchronize()              # the host may read it, and the next pass begins with a copy from it
-
-    def _buffer(self, which: int, dtype: torch.dtype) -> torch.Tensor:
-        if (which, dtype) not in self._buffers:
-            self._buffers[which, dtype] = torch.empty(self.piece, dtype=dtype, device=self.device)
-        return self._buffers[which, dtype]
-
-    def _fetch(self, host, start, which):
-        source = host[start:start + self.piece]
-        part = self._buffer(which, host.dtype)[:source.numel()]
-        if self._copies is None:
-            return part.copy_(source), None
-        # A stream runs in order: the buffer was written back before by the same stream.
-        with torch.cuda.stream(self._copies):
-            part.copy_(source, non_blocking=True)
-        return part, self._copies.record_event()
-
-    def _write_back(self, host, start, part, which):
-        target = host[start:start + part.numel()]
-        if self._copies is None:
-            target.copy_(part)
-            return
-        self._copies.wait_event(torch.cuda.current_stream(self.device).record_event())
-        with torch.cuda.stream(self._copies):
-            target.copy_(part, non_blocking=True)
+from ds_scape.optimizer.passage import Passage
 
 
 @torch.no_grad()

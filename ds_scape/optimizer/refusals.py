@@ -1,5 +1,16 @@
 """What SCAPE does not work with, found when the engine is built: one list, one error, before anything is communicated."""
+from torch import nn
+
 from zipscape.errors import ConfigError, describe
+
+
+def check_last_group(optimizer) -> None:
+    """Raises ConfigError for parameters that are not real floating-point tensors; the group is then taken out again."""
+    wrong = [p.dtype for p in optimizer.param_groups[-1]["params"] if not p.is_floating_point()]
+    if wrong:
+        optimizer.param_groups.pop()
+        raise ConfigError(describe(f"{type(optimizer).__name__} trains real floating-point parameters", got=f"one of {wrong[0]}",
+                                   todo="keep complex parameters as two real ones (torch.view_as_real)"))
 
 
 def check_engine(engine, sequence_parallel_size: int, tensor_parallel_size: int) -> None:
@@ -26,6 +37,8 @@ def _table(engine, sequence_parallel_size, tensor_parallel_size):
         (engine.zero_hpz_partition_size() > 1 or engine.zero_quantized_weights() or engine.zero_quantized_gradients(),
          "ZeRO++ (zero_hpz_partition_size, zero_quantized_weights, zero_quantized_gradients)"),
         (engine.is_deepcompile_enabled(), "compile.deepcompile: it replaces the reduction of gradients"),
+        (any(m.sparse for m in engine.module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)),
+         "sparse gradients: an embedding with sparse = True"),
         (bool(engine.zenflow), "zero_optimization.zenflow"),
         (engine.torch_autocast_enabled(), "torch_autocast: use the bf16 or fp16 section"),
         (offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme", "offload_optimizer.device = nvme"),

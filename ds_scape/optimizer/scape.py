@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 from ds_scape.config import GroupParams, parse
 from ds_scape.optimizer.flow import Flow, StepResult
-from ds_scape.optimizer.offload import Passage, host_residual
+from ds_scape.optimizer.passage import host_residual, passage_for
+from ds_scape.optimizer.refusals import check_last_group
 from ds_scape.optimizer.state import FlatState
 from ds_scape.sync.partition import TensorSlot, flat_layout
 from ds_scape.sync.transport import Transport
@@ -18,7 +19,7 @@ GROUP_KEYS = (*GroupParams.model_fields, "density")
 #: Names of the state as saved; the first two are Adam's, because DeepSpeed's tools look for them. exp_avg_sq holds q (docs/scape.md).
 STATE = {"exp_avg": "momentum", "exp_avg_sq": "square", "last_sync": "last_sync"}
 #: More of it where no ZeRO keeps master weights and residuals.
-OWN_STATE = {"residual": "residual", "master": "weight"}
+OWN_STATE = {"residual": "stored_residual", "master": "weight"}
 
 
 class SCAPE(torch.optim.Optimizer):
@@ -48,6 +49,7 @@ class SCAPE(torch.optim.Optimizer):
         param_group.pop("sparsity", None)
         param_group.update({key: getattr(merged, key) for key in own if key != "sparsity"}, density=merged.density)
         super().add_param_group(param_group)
+        check_last_group(self)
 
     def attach(self, flow: Flow) -> None:
         """Hands over to a flow whose i-th buffer is the i-th parameter of all groups; step() is then the host's affair."""
@@ -79,6 +81,9 @@ class SCAPE(torch.optim.Optimizer):
         params = list(self._parameters())
         if all(p.grad is None for p in params):
             return loss
+        if self._flow is not None and [id(p) for p in params] != self._trained:
+            raise ConfigError(describe("parameters were frozen or unfrozen after SCAPE's first step",
+                                       todo="set requires_grad before it; lr = 0 in a group of its own stops a group later"))
         if any(p.grad is not None and p.grad.is_sparse for p in params):
             raise ConfigError(describe("SCAPE does not take sparse gradients", todo="set sparse=False on the embedding"))
         fresh = [torch.zeros_like(flat.copies) if p.grad is None else p.grad.reshape(-1)
@@ -101,7 +106,7 @@ class SCAPE(torch.optim.Optimizer):
         if len({p.device for p in params}) > 1:
             raise ConfigError(describe("SCAPE needs all parameters on one device", got=sorted({str(p.device) for p in params})))
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
-        flats, passage = [], Passage(params[0].device) if self.params.offload else None
+        flats, passage = [], passage_for(self.params.offload, params[0].device, max(p.numel() for p in params))
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.requires_grad):
                 copies = p.detach().contiguous().view(-1)
@@ -109,8 +114,10 @@ class SCAPE(torch.optim.Optimizer):
                 layout = flat_layout([TensorSlot(0, p.numel(), p.dim())], p.numel(), 1, group["density"])
                 momentum, square = torch.zeros_like(weight), torch.zeros_like(weight)
                 last_sync = torch.zeros(p.numel(), dtype=torch.int32, device=p.device)
-                residual = host_residual(p.numel(), dtype, p.device) if passage else torch.zeros_like(weight)
+                residual = torch.zeros_like(weight) if passage is None else host_residual(p.numel(), dtype, p.device,
+                                                                                          self.params.offload.pin_memory)
                 flats.append(FlatState(layout, copies, residual, weight, momentum, square, last_sync, group, self.params, passage))
+        self._trained = [id(p) for p in params]
         return Flow(flats, self.params, Transport())
 
     def _named(self, flat: FlatState) -> dict:
@@ -132,9 +139,11 @@ class SCAPE(torch.optim.Optimizer):
         return max(steps)
 
     def state_dict(self) -> dict:
-        """torch's, and under "scape" what belongs to no single parameter: the step, the next mask, the decay products."""
+        """torch's, and under "scape" what belongs to no single parameter: the step, the next mask, the decay products. Under offload only
+        this method, not ``state`` itself, shows whole residuals."""
         saved = super().state_dict()
         if self._flow is not None:
+            self._flow.settle()
             saved["scape"] = self._flow.state_dict()
         return saved
 
@@ -151,6 +160,7 @@ class SCAPE(torch.optim.Optimizer):
         if "scape" not in state_dict:
             return
         flow = self.flow
+        flow.settle()
         ids = [i for group, now in zip(state_dict["param_groups"], self.param_groups, strict=True)
                for i, p in zip(group["params"], now["params"], strict=True) if p.requires_grad]
         index = 0

@@ -4,6 +4,7 @@ import torch
 
 from ds_scape.config import AdamSParams, GroupParams, parse
 from ds_scape.kernels import loader
+from ds_scape.optimizer.refusals import check_last_group
 from ds_scape.update.adams import dense_step
 from zipscape.errors import ConfigError, describe
 
@@ -27,6 +28,7 @@ class ScapeAdamS(torch.optim.Optimizer):
         merged = parse({**self.params.model_dump(), **own}, AdamSParams, where="a parameter group given to ScapeAdamS")
         param_group.update({key: getattr(merged, key) for key in own})
         super().add_param_group(param_group)
+        check_last_group(self)
 
     def _kernels(self, device_type: str):
         return loader.choose(self.params.kernels, device_type)

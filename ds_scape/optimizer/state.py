@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ds_scape.config import ScapeParams
-from ds_scape.optimizer.offload import Passage
+from ds_scape.optimizer.passage import Passage
 from ds_scape.sync.partition import FlatLayout
 from ds_scape.update import tables
 from ds_scape.update.adams import decay_factor
@@ -17,8 +17,8 @@ class FlatState:
     layout: FlatLayout
     copies: torch.Tensor
     """[W * P], model dtype: the weights that this rank computes with."""
-    residual: torch.Tensor
-    """[W * P]: what this rank has not sent yet, in gradient units. In host memory under offload."""
+    stored_residual: torch.Tensor
+    """[W * P]: see ``residual``. Under offload its last pieces may still be on their way."""
     weight: torch.Tensor
     """[P]: master weights of the rank's partition."""
     momentum: torch.Tensor
@@ -33,13 +33,22 @@ class FlatState:
     passage: Passage | None = None
     """The way of a residual in host memory through the device; None where it is on the device."""
     decay: torch.Tensor = field(init=False)
-    """float64 [H + 1] on the host: products of the weight decay factors by age (update/tables.py)."""
+    """float64 [H + 1], where the weights are: products of the weight decay factors by age (update/tables.py)."""
+    _decays: bool = field(default=False, init=False)
     _tables: tuple = field(default=(None, None), init=False)
 
     def __post_init__(self):
         self.max_age = self.params.age_limit(self.group["density"])
         # A coordinate that is overdue waits for as long as a round through its segment takes: 1.5 / density at most.
-        self.decay = tables.initial_decay(min(2 * self.max_age, self.max_age + int(2 / self.group["density"])) + 2)
+        num_products = min(2 * self.max_age, self.max_age + int(2 / self.group["density"])) + 2
+        self.decay = tables.initial_decay(num_products).to(self.weight.device)
+
+    @property
+    def residual(self) -> torch.Tensor:
+        """[W * P]: what this rank has not sent yet, in gradient units. Under offload in host memory; the host waits until it is whole."""
+        if self.passage is not None:
+            self.passage.settle()
+        return self.stored_residual
 
     @property
     def age_tables(self) -> tables.AgeTables:
@@ -51,17 +60,21 @@ class FlatState:
 
     def advance_decay(self) -> None:
         """Enters this step's decay; once per step."""
-        self.decay = tables.advance_decay(self.decay, decay_factor(self.group["lr"], self.group["weight_decay"]))
+        factor = decay_factor(self.group["lr"], self.group["weight_decay"])
+        self._decays = self._decays or factor != 1
+        self.decay = tables.advance_decay(self.decay, factor)
 
     def restore_decay(self, saved: torch.Tensor) -> None:
         """Takes over products saved with this or another max_age."""
         num = self.decay.numel()
-        self.decay = torch.cat([saved, saved[-1:].expand(max(0, num - saved.numel()))])[:num].to("cpu", torch.float64, copy=True)
+        saved = torch.cat([saved, saved[-1:].expand(max(0, num - saved.numel()))])[:num]
+        self.decay = saved.to(self.weight.device, torch.float64, copy=True)
+        self._decays = bool((saved != 1.0).any())
 
     @property
     def decay_products(self) -> torch.Tensor | None:
-        """By age, on the weights' device; None if there is no decay."""
-        return None if bool((self.decay == 1.0).all()) else self.decay.to(self.weight.device, self.weight.dtype)
+        """By age, in the weights' dtype; None if there was no decay yet."""
+        return self.decay.to(self.weight.dtype) if self._decays else None
 
     def own(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """Rank's partition of a whole buffer, a view."""

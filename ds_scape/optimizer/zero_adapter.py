@@ -11,10 +11,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.utils import log_dist
+from deepspeed.utils.logging import print_dist
 
 from ds_scape.optimizer import checkpoint
 from ds_scape.optimizer.flow import Flow
-from ds_scape.optimizer.offload import Passage, host_residual
+from ds_scape.optimizer.passage import host_residual, passage_for
 from ds_scape.optimizer.state import FlatState
 from ds_scape.optimizer.statistics import StepRows
 from ds_scape.sync.partition import TensorSlot, flat_layout
@@ -34,6 +35,9 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
             self.create_gradient_handling_hooks()
         #: This step's gradients so far, per group [W * P], apart from the residuals until they are known to be finite.
         self.fresh_gradients = [torch.zeros_like(flat, dtype=self.gradient_accumulation_dtype) for flat in self.bit16_groups_flat]
+        # One way for all groups: its buffers are all that offload needs on the device.
+        passage = passage_for(init_optimizer.params.offload, self.bit16_groups_flat[0].device,
+                              max(flat.numel() for flat in self.bit16_groups_flat))
         self._place_of, self._places, flats = {}, [], []    # where every parameter lies; the same by buffer, with names
         for i, group in enumerate(init_optimizer.param_groups):
             slots = []
@@ -43,7 +47,7 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
                 slots.append(TensorSlot(offset, meta.numel(), meta.dim()))
             self._places.append([(self.param_names[param], slot.offset, slot.numel)
                                  for param, slot in zip(self.round_robin_bit16_groups[i], slots, strict=True)])
-            flats.append(self._flat_state(i, group, slots, init_optimizer.params))
+            flats.append(self._flat_state(i, group, slots, init_optimizer.params, passage))
         transport = Transport(comm, self.dp_process_group, comm.get_rank(group=self.dp_process_group),
                               comm.get_world_size(group=self.dp_process_group))
         self.flow = Flow(flats, init_optimizer.params, transport)
@@ -60,28 +64,33 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
             self.watch()
         self._lazy_init_hp_params_optimizer_state()
 
-    def _flat_state(self, i, group, slots, params) -> FlatState:
+    def _flat_state(self, i, group, slots, params, passage) -> FlatState:
         copies, weight = self.bit16_groups_flat[i], self.single_partition_of_fp32_groups[i]
         weight.grad = None                                  # under offload, a buffer for a gradient that never comes
         layout = flat_layout(slots, copies.numel(), self.partition_count[i], group["density"])
         momentum, square = (torch.zeros_like(weight, requires_grad=False) for _ in range(2))
         last_sync = torch.zeros_like(weight, dtype=torch.int32, requires_grad=False)
-        if not params.offload:
-            residual, passage = torch.zeros_like(copies, dtype=weight.dtype), None
+        if passage is None:
+            residual = torch.zeros_like(copies, dtype=weight.dtype)
         else:
-            residual, passage = host_residual(copies.numel(), weight.dtype, copies.device), self._passage(copies.device)
+            residual = host_residual(copies.numel(), weight.dtype, copies.device, params.offload.pin_memory)
         return FlatState(layout, copies, residual, weight, momentum, square, last_sync, group, params, passage)
-
-    def _passage(self, device) -> Passage:
-        """One for all groups: its two buffers are all that offload needs on the device."""
-        self._way = getattr(self, "_way", None) or Passage(device)
-        return self._way
 
     def _announce_memory(self) -> None:
         """Rank 0 says what SCAPE holds on this rank beyond dense ZeRO with gradients of the same type."""
-        held = {what: num / 1e6 for what, num in held_bytes(self.flow.layout, self.flow.flats[0].residual.element_size()).items()}
-        log_dist(f"SCAPE: {sum(held.values()):.1f} MB a rank beyond dense ZeRO: residual {held['residual']:.1f}, owner's q and ages "
-                 f"{held['owner']:.1f}, positions of a mask {held['positions']:.1f}", ranks=[0])
+        flat = self.flow.flats[0]
+        item = flat.stored_residual.element_size()
+        held = held_bytes(self.flow.layout, item)
+        device = {"residual": held["residual"], "owner's q and ages": held["owner"], "positions of a mask": held["positions"]}
+        host = {}
+        if flat.passage is not None:
+            host["residual"] = device.pop("residual")
+            device = {"buffers of the residual": flat.passage.num_bytes(item), **device}
+        if flat.weight.device != flat.copies.device:
+            host["owner's q and ages"] = device.pop("owner's q and ages")
+        texts = [f"{sum(held.values()) / 1e6:.1f} MB {where} (" + ", ".join(f"{what} {num / 1e6:.1f}" for what, num in held.items()) + ")"
+                 for where, held in (("on the device", device), ("in host memory", host)) if held]
+        print_dist(f"SCAPE keeps beyond dense ZeRO, per rank: {' and '.join(texts)}", ranks=[0])
 
     def watch(self) -> None:
         """Statistics of every step from now on, in ``last_row`` and in the log."""
@@ -110,6 +119,7 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         if not self.ready_for_gradients:
             self.micro_step_id += 1
             self.ready_for_gradients = True
+            self.flow.prefetch()
 
     def reduce_gradients(self, pipeline_parallel=False):
         self.overlapping_partition_gradients_reduce_epilogue()
@@ -167,7 +177,7 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
     def prepare_save(self) -> None:
         """Before anything is written; all ranks together."""
         kind = self.flow.params.save_residual
-        log_dist(checkpoint.size_text(self.flow, kind), ranks=[0])
+        print_dist(checkpoint.size_text(self.flow, kind), ranks=[0])
         if kind == "flush" and not self._is_flushed:
             self.flow.flush()
             self._is_flushed = True
@@ -217,7 +227,7 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
             self._lazy_init_hp_params_optimizer_state()
             if lost:
                 log_dist(f"SCAPE: {lost}", ranks=[0], level=logging.WARNING)
-            log_dist("SCAPE: loaded a universal checkpoint; the next step runs without masks", ranks=[0])
+            print_dist("SCAPE: loaded a universal checkpoint; the next step runs without masks", ranks=[0])
 
     def offload_states(self, include=None, device=OffloadDeviceEnum.cpu, pin_memory=True, non_blocking=False):
         super().offload_states(include, device, pin_memory, non_blocking)

@@ -51,11 +51,11 @@ def gather_weights(copies: list[torch.Tensor], own: list[torch.Tensor], position
     received = transport.gather(torch.nn.functional.pad(message, (0, longest - message.numel())), "weights")
     rows = [received[rank, :split].split(positions.counts[rank]) for rank, split in enumerate(positions.splits)]
     for flat, (copy, index) in enumerate(zip(copies, positions.whole, strict=True)):
-        values = torch.cat([row[flat] for row in rows])
         if index is None:
-            copy.copy_(values)
+            for part, row in zip(copy.view(len(rows), -1), rows, strict=True):
+                part.copy_(row[flat])
         else:
-            kernels.scatter(copy, index, values)
+            kernels.scatter(copy, index, torch.cat([row[flat] for row in rows]))
 
 
 def _by_owner(values: list[torch.Tensor], counts: list[list[int]]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from deepspeed.utils import logger
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from tests.helpers.bits import assert_same_bits
-from tests.scape.zero_cases import check_copies, initialize, micro_step, settings, train_beside_simulation
+from tests.scape.zero_cases import check_copies, initialize, micro_step, settings, train_beside_simulation_from_here, two_groups
 
 
 def shared_folder():
@@ -114,31 +114,7 @@ def case_other_density_starts_without_masks(rank, world_size):
 def case_resumed_run_follows_the_rule(rank, world_size):
     """The simulation starts where the loaded engine stands."""
     _, other, _ = save_and_resume("full")
-    flow = other.optimizer.flow
-    import tests.scape.zero_cases as zero_cases
-    original = zero_cases.simulation_of
-
-    def simulation_of(engine):
-        simulation = original(engine)
-        simulation.t, simulation.dense = flow.num_steps, False
-        for f, flat in enumerate(flow.flats):
-            parts = [None] * world_size
-            dist.all_gather_object(parts, [t.detach() for t in (flat.residual, flat.weight, flat.momentum, flat.square, flat.last_sync)])
-            simulation.mask[f] = torch.zeros_like(simulation.mask[f])
-            simulation.mask[f][flow._peek_positions().whole[f]] = True
-            for r, (residual, w, m, q, last) in enumerate(parts):
-                simulation.residual[r][f].copy_(residual)
-                owner = simulation.owners[f][r]
-                owner.w, owner.m, owner.q = w.clone(), m.clone(), q.clone()
-                owner.age = flow.num_steps - last.long()
-                owner.decay = flat.decay[owner.age.clamp(max=flat.decay.numel() - 1)].clone()
-        return simulation
-
-    zero_cases.simulation_of = simulation_of
-    try:
-        train_beside_simulation(other, 4, start=5)
-    finally:
-        zero_cases.simulation_of = original
+    train_beside_simulation_from_here(other, 4, start=5)
 
 
 def case_state_of_another_optimizer_is_refused(rank, world_size):
@@ -359,8 +335,9 @@ def case_scape_adams_universal_checkpoint(rank, world_size):
 
 
 def case_states_go_to_the_host_and_back(rank, world_size):
-    """C119: offload_states and reload_states in mid-run change nothing, residuals included."""
-    engine, other = initialize(config("full")), initialize(config("full"))
+    """C119: offload_states and reload_states in mid-run change nothing, residuals included; two groups, their parameters reordered."""
+    changed = {**config("full"), "zero_optimization": {"stage": 2, "round_robin_gradients": True}}
+    engine, other = (initialize(changed, parameters=two_groups) for _ in range(2))
     for number in range(9):
         if number in (3, 6):
             other.offload_states(pin_memory=False)

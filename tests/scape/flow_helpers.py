@@ -3,7 +3,7 @@ import torch
 
 from ds_scape.config import ScapeParams
 from ds_scape.optimizer.flow import Flow
-from ds_scape.optimizer.offload import Passage, host_residual
+from ds_scape.optimizer.passage import Passage, host_residual
 from ds_scape.optimizer.state import FlatState
 from ds_scape.sync.partition import TensorSlot, flat_layout
 from ds_scape.sync.transport import Transport
@@ -77,7 +77,7 @@ class Problem:
         for slots, buffer, group in zip(self.slots, self.buffers, self.groups, strict=True):
             layout = flat_layout(slots, buffer.numel(), self.world_size, group["density"])
             part = buffer.to(self.state_dtype()).split(layout.partition_numel)[rank].clone()
-            passage = Passage(buffer.device, self.piece) if self.params.offload else None
+            passage = Passage(buffer.device, self.piece, self.params.offload.buffers) if self.params.offload.residual == "cpu" else None
             residual = torch.zeros(buffer.numel(), dtype=part.dtype)
             residual = host_residual(len(residual), part.dtype, buffer.device) if passage else residual
             flats.append(FlatState(layout, buffer.clone(), residual, part, torch.zeros_like(part), torch.zeros_like(part),

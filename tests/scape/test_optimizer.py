@@ -182,6 +182,10 @@ def test_nonfinite_gradient_skips_the_step(caplog):
     ({"betas": [0.9, 1.0]}, "betas = (0.9, 1.0): each must be"),
     ({"betas": [0.9]}, "betas"),
     ({"lr": -1.0, "eps": 0.0}, "lr = -1.0"),
+    ({"offload": "yes"}, "offload = 'yes'"),
+    ({"offload": {"residual": "gpu"}}, "offload.residual = 'gpu'"),
+    ({"offload": {"buffers": 1}}, "offload.buffers = 1: input should be greater than or equal to 2"),
+    ({"offload": {"bufers": 2}}, "offload.bufers: unknown field (known: residual, buffers, pin_memory)"),
     ({"values_dtype": "fp16"}, "values_dtype = 'fp16'"),
     ({"dense_warmup_steps": -1}, "dense_warmup_steps = -1"),
 ])
@@ -203,6 +207,68 @@ def test_wrong_group_settings_are_errors():
     train(net, optimizer, range(1))
     with pytest.raises(ConfigError, match="after its first step"):
         optimizer.add_param_group({"params": net[1].parameters()})
+
+
+@pytest.mark.parametrize("optimizer", [ds_scape.SCAPE, ds_scape.ScapeAdamS])
+@pytest.mark.parametrize("keyword", ["foreach", "fused", "amsgrad", "maximize", "capturable", "momentum"])
+def test_settings_of_other_optimizers_are_refused_by_name(optimizer, keyword):
+    with pytest.raises(ConfigError, match=f"{keyword}: unknown field"):
+        optimizer(model().parameters(), **{keyword: True})
+
+
+@pytest.mark.parametrize("optimizer", [ds_scape.SCAPE, ds_scape.ScapeAdamS])
+def test_complex_parameters_and_sparse_gradients_are_refused(optimizer):
+    with pytest.raises(ConfigError, match="real floating-point parameters"):
+        optimizer(iter([nn.Parameter(torch.zeros(3, dtype=torch.complex64))]))
+    whole = optimizer([nn.Parameter(torch.ones(4, 4))], lr=0.1)
+    with pytest.raises(ConfigError, match="complex64"):
+        whole.add_param_group({"params": [nn.Parameter(torch.zeros(3, dtype=torch.complex64))]})
+    assert len(whole.param_groups) == 1
+    embedding = nn.Embedding(10, 4, sparse=True)
+    before = embedding.weight.detach().clone()
+    chosen = optimizer(embedding.parameters(), lr=0.1)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ConfigError, match="sparse gradients"):
+        chosen.step()
+    assert torch.equal(embedding.weight, before)
+
+
+def test_freezing_after_the_first_step_is_an_error():
+    """Otherwise its residual and decay would go on moving it, or state would be mistaken for another parameter's."""
+    for later in (False, True):
+        net = model()
+        net[3].bias.requires_grad_(not later)
+        optimizer = ds_scape.SCAPE(net.parameters(), lr=0.01)
+        train(net, optimizer, range(2))
+        net[3].bias.requires_grad_(later)
+        with pytest.raises(ConfigError, match="frozen or unfrozen"):
+            train(net, optimizer, range(2, 3))
+
+
+@pytest.mark.parametrize("offload", [True, {"residual": "cpu", "buffers": 3, "pin_memory": False}])
+def test_offloaded_residuals_resume_and_give_the_same_bits(offload):
+    net, other = model(), model()
+    first, second = ds_scape.SCAPE(net.parameters(), lr=0.01), ds_scape.SCAPE(other.parameters(), lr=0.01, offload=offload)
+    assert train(net, first, range(6)) == train(other, second, range(6))
+    third, resumed = model(), None
+    third.load_state_dict(other.state_dict())
+    resumed = ds_scape.SCAPE(third.parameters(), lr=0.01, offload=offload)
+    resumed.load_state_dict(copy.deepcopy(second.state_dict()))
+    assert train(net, first, range(6, 50)) == train(other, second, range(6, 50)) == train(third, resumed, range(6, 50))
+
+
+def test_a_scheduler_that_moves_the_betas():
+    """OneCycleLR: beta1 falls and rises with the learning rate; the tables by age follow."""
+    net = model()
+    optimizer = ds_scape.SCAPE(net.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=30)
+    seen = set()
+    for step in range(20):
+        train(net, optimizer, range(step, step + 1))
+        scheduler.step()
+        seen.add(optimizer.flow.flats[0].group["betas"][0])
+        assert float(optimizer.flow.flats[0].age_tables.momentum_kept[1]) == pytest.approx(optimizer.param_groups[0]["betas"][0])
+    assert len(seen) > 10
 
 
 def test_schedulers_act_on_every_group():

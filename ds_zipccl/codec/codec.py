@@ -57,6 +57,18 @@ class Codec:
         """See ``kernels.ops.decode_reduce``."""
         ops.decode_reduce(frames, own, own_index, out, self.geometry, kernels=self.kernels)
 
+    def encoder(self, frames: torch.Tensor, status: torch.Tensor, skip: int = -1, offset: int = 0):
+        """``encode`` bound to its frames: see ``kernels.ops.bind_encode``."""
+        return ops.bind_encode(frames, status, self.geometry, skip, offset, kernels=self.kernels)
+
+    def decoder(self, frames: torch.Tensor, skip: int = -1, offset: int = 0):
+        """See ``kernels.ops.bind_decode``."""
+        return ops.bind_decode(frames, self.geometry, skip, offset, kernels=self.kernels)
+
+    def reducer(self, frames: torch.Tensor, own_index: int, offset: int = 0):
+        """See ``kernels.ops.bind_decode_reduce``."""
+        return ops.bind_decode_reduce(frames, own_index, self.geometry, offset, kernels=self.kernels)
+
     def expecting(self, header: bytes) -> "Codec":
         """The codec whose frames have these 128 header bytes, checksum included: kernels compare the whole header."""
         plain = header[:fmt.STATUS_OFFSET] + bytes(4) + header[fmt.STATUS_OFFSET + 4:]

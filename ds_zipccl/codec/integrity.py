@@ -5,6 +5,7 @@ import torch
 
 from ds_zipccl.codec.codec import Codec, seal, unseal
 from ds_zipccl.errors import FrameError
+from ds_zipccl.kernels import ops
 from zipscape.errors import describe
 
 
@@ -12,8 +13,22 @@ def _rows(num_rows: int, skip: int) -> list[int]:
     return [row for row in range(num_rows) if row != skip]
 
 
+class _Checking(Codec):
+    """What is bound checks too."""
+
+    def encoder(self, frames: torch.Tensor, status: torch.Tensor, skip: int = -1, offset: int = 0):
+        return lambda x: self.encode(ops.rows_of(x, offset, frames.shape[0], self.geometry), frames, status, skip)
+
+    def decoder(self, frames: torch.Tensor, skip: int = -1, offset: int = 0):
+        return lambda out: self.decode(frames, ops.rows_of(out, offset, frames.shape[0], self.geometry), skip)
+
+    def reducer(self, frames: torch.Tensor, own_index: int, offset: int = 0):
+        return lambda x, out: self.decode_reduce(frames, ops.rows_of(x, offset, 1, self.geometry)[0], own_index,
+                                                 ops.rows_of(out, 0, 1, self.geometry)[0])
+
+
 @dataclass(frozen=True)
-class SealedCodec(Codec):
+class SealedCodec(_Checking):
     """Every frame carries a CRC-32 of its bytes, verified before it is decoded: what was damaged on the way raises FrameError that names
     the rank it came from: row 0 is from ``first_rank``, the next from the next."""
     first_rank: int = 0
@@ -41,7 +56,7 @@ class SealedCodec(Codec):
         self.raise_on_error(out.device)
 
 
-class ProvenCodec(Codec):
+class ProvenCodec(_Checking):
     """Every frame is decoded again and compared with its row by bits before it is sent: finds a wrong kernel or broken memory here."""
 
     def encode(self, rows: torch.Tensor, frames: torch.Tensor, status: torch.Tensor, skip: int = -1) -> None:

@@ -3,8 +3,9 @@ pieces."""
 import torch
 import torch.distributed as dist
 
+from ds_zipccl.codec.codec import Codec
 from ds_zipccl.codec.integrity import for_rank
-from ds_zipccl.collectives.launch import frames_bytes
+from ds_zipccl.collectives.launch import STATUS_BYTES, Flight, Launch, frames_bytes
 from ds_zipccl.collectives.parts import ranges
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
 from ds_zipccl.collectives.transport import all_gather_bytes, native_all_gather
@@ -18,42 +19,56 @@ def _rows(call: Call) -> list[torch.Tensor]:
     return list(flat(call.output).view(call.world_size, -1).unbind(0))
 
 
-def _zipped(call: Call, launch, codec):
-    """Phases: 1. encode the own piece into its place among the frames; 2. gather frames; 3. (finish) decode the others'
-    rows, copy the own.
+class _Gather(Flight):
+    """Phases: 1. encode the own piece into its place among the frames; 2. gather frames, meanwhile copy the own piece; 3. decode the
+    others' rows.
 
-    In-place gathers (input is this rank's slice of the output) are safe: the output is written in phase 3 only.
+    In-place gathers (input is this rank's slice of the output) are safe: the others' rows are written in phase 3 only.
     """
-    frames = launch.take_frames(codec, call.world_size)
-    own = frames[call.rank]
-    launch.encode(codec, flat(call.input).view(1, -1), own.view(1, -1))
-    work = all_gather_bytes(frames.view(-1), own, call.group)
 
-    def finish():
+    def __init__(self, call: Call, launch: Launch, codec: Codec):
+        super().__init__(call, launch)
+        frames, self._numel = self.take_frames(codec, call.world_size), call.input.numel()
+        self._whole, self._own = frames.view(-1), frames[call.rank]
+        self.words = self.everyones_words()
+        self._encode = self.encoder(codec, frames[call.rank:call.rank + 1])
+        self._decode = codec.decoder(frames, skip=call.rank)
+        self._decode_row = {} if isinstance(call.output, torch.Tensor) else {
+            rank: for_rank(codec, rank).decoder(frames[rank:rank + 1]) for rank in range(call.world_size) if rank != call.rank}
+        self.wire_bytes = (codec.frame_bytes + STATUS_BYTES) * (call.world_size - 1)
+
+    def encode(self, call: Call) -> None:
+        self._encode(call.input)
+
+    def send(self, call: Call) -> dist.Work:
+        return all_gather_bytes(self._whole, self._own, self.channel)
+
+    def beside(self, call: Call) -> None:
+        if isinstance(call.output, tuple):
+            self.copy_own(call.output[call.rank], 0, call.input)
+        else:
+            self.copy_own(call.output, call.rank * self._numel, call.input)
+
+    def can_fill_early(self, call: Call) -> bool:
+        return self.in_place or super().can_fill_early(call)
+
+    def fill(self, call: Call) -> None:
+        if not self._decode_row:
+            self._decode(call.output)
+            return
         rows = _rows(call)
         whole = as_rows(rows)
         if whole is not None:
-            codec.decode(frames, whole, skip=call.rank)
+            self._decode(whole)
         else:
-            for rank, row in enumerate(rows):
-                if rank != call.rank:
-                    for_rank(codec, rank).decode(frames[rank:rank + 1], row.view(1, -1))
-        _copy_own(call, rows)
+            for rank, decode in self._decode_row.items():
+                decode(rows[rank])
 
-    return work, finish
-
-
-def _copy_own(call: Call, rows) -> None:
-    own = rows[call.rank]
-    if own.data_ptr() != call.input.data_ptr():
-        own.copy_(flat(call.input))
-
-
-def _resend(call: Call, launch) -> None:
-    gathered = torch.empty(call.world_size, call.input.numel(), dtype=call.dtype, device=call.device)
-    launch.bulk.all_gather(gathered.view(-1).view(torch.uint8), flat(call.input).view(torch.uint8)).wait()
-    for row, data in zip(_rows(call), gathered, strict=True):
-        row.copy_(data)
+    def resend(self, call: Call) -> None:
+        gathered = torch.empty(call.world_size, call.input.numel(), dtype=call.dtype, device=call.device)
+        self.launch.bulk.all_gather(gathered.view(-1).view(torch.uint8), flat(call.input).view(torch.uint8)).wait()
+        for row, data in zip(_rows(call), gathered, strict=True):
+            row.copy_(data)
 
 
 def _cut(call: Call, part: int) -> list[Call]:
@@ -79,9 +94,9 @@ def _others(call: Call) -> int:
 _COMMON = dict(
     family="all_gather", reduces=False, row_numel=lambda call: call.input.numel(),
     whole_numel=lambda call: call.input.numel() * call.world_size,
-    raw_bytes=lambda call: call.input.nbytes * _others(call), frames_sent=_others,
+    raw_bytes=lambda call: call.input.nbytes * _others(call),
     wire_bytes=lambda call: frames_bytes(call.dtype, call.input.numel(), _others(call)),
-    zipped=_zipped, resend=_resend, cut=_cut, bus_factor=lambda world: (world - 1) / world)
+    flight=_Gather, cut=_cut, bus_factor=lambda world: (world - 1) / world)
 
 SPEC = register(CollectiveSpec(
     name="all_gather_into_tensor",

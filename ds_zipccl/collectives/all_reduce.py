@@ -6,10 +6,12 @@ elements; where that does not come out even, the last parts are padded with zero
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.collectives.launch import STATUS_BYTES, Launch, Started, everyones_words, frames_bytes, observe
+from ds_zipccl.codec.codec import Codec
+from ds_zipccl.collectives import streams
+from ds_zipccl.collectives.launch import STATUS_BYTES, Flight, Launch, frames_bytes, observe
 from ds_zipccl.collectives.reduce_scatter import FIRST_SPILL, summable
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
-from ds_zipccl.collectives.transport import all_gather_bytes, all_to_all_bytes
+from ds_zipccl.collectives.transport import all_but, all_gather_bytes, all_to_all_bytes
 from ds_zipccl.collectives.views import flat
 from ds_zipccl.errors import CollectiveError
 from ds_zipccl.kernels.rank_order import sum_in_order
@@ -32,99 +34,131 @@ def _parts(call: Call) -> torch.Tensor:
     return parts
 
 
-class _Reduction:
-    """One call in flight.
-
-    Phases: 1. encode each peer's part, exchange on the call's group; when the status words are known, in launch order: 2. sum the own
+class _Reduction(Flight):
+    """Phases: 1. encode each peer's part, exchange on the call's group; when the status words are known, in launch order: 2. sum the own
     part, encode the sums, gather them over the bulk channel, where nothing of it can mix with other calls; wait for that phase's status
-    words, send again what overflowed; 3. (finish) decode the sums into the output, which is written here only.
+    words, send again what overflowed; 3. decode the sums into the output, of which only the own part was written before.
     """
+    two_phases = True
 
-    def __init__(self, spec: CollectiveSpec, call: Call, launch: Launch):
-        self._spec, self._call, self._launch = spec, call, launch
-        self._numel = _part_numel(call)
-        self._capacity, self._sums_capacity = (launch.capacity(name, call.dtype, self._numel, FIRST_SPILL)
-                                               for name in (call.op, f"{call.op}, sums"))
-        self._raw = None                               # of the sums
+    def __init__(self, call: Call, launch: Launch, codec: Codec, sums_codec: Codec):
+        super().__init__(call, launch)
+        self._numel = numel = _part_numel(call)
+        itemsize, world_size = call.dtype.itemsize, call.world_size
+        self._part_bytes = numel * itemsize * (world_size - 1)
+        sent, received, sums_frames = (self.take_frames(c, world_size) for c in (codec, codec, sums_codec))
+        self._sums = self.take_bytes(numel * itemsize).view(call.dtype)
+        self._padded = None if call.input.numel() == world_size * numel else self.take_bytes(world_size * numel * itemsize).view(call.dtype)
+        self._sent, self._received, self._pieces = sent.view(-1), received.view(-1), all_but(call.rank, received, sent)
+        self._frames, self._own = sums_frames.view(-1), sums_frames[call.rank]
+        self.words, self._sums_words, self._sums_status = self.everyones_words(), self.everyones_words(), torch.empty_like(self.status)
+        self._encode = self.encoder(codec, sent, skip=call.rank)
+        self._sum = codec.reducer(received, call.rank, offset=call.rank * numel)
+        self._encode_sums = self.encoder(sums_codec, sums_frames[call.rank:call.rank + 1], status=self._sums_status)
+        self._decode_sums = sums_codec.decoder(sums_frames, skip=call.rank)
+        self._parts = self._sums_work = self._raw = self._failure = None
+        self.wire_bytes = (codec.frame_bytes + sums_codec.frame_bytes + 2 * STATUS_BYTES) * (world_size - 1)
 
-    def start(self) -> Started | str:
-        call, launch = self._call, self._launch
-        spills = self._capacity.next_call(), self._sums_capacity.next_call()
-        if None in spills:
-            return "incompressible"
-        self._codec, self._sums_codec = (launch.codec(call.dtype, self._numel, spill) for spill in spills)
-        self._parts = _parts(call)
-        self._sums = torch.empty(self._numel, dtype=call.dtype, device=call.device)
-        sent, self._received = (launch.take_frames(self._codec, call.world_size) for _ in range(2))
-        launch.encode(self._codec, self._parts, sent, skip=call.rank)
-        self._frames = launch.take_frames(self._sums_codec, call.world_size)
-        self._payload_work = all_to_all_bytes(self._received.view(-1), sent.view(-1), call.group)
-        words, status_work = everyones_words(call, launch)
-        frame_bytes = self._codec.frame_bytes + self._sums_codec.frame_bytes
-        return Started(words, status_work, self._payload_work, self._on_words, self._finish, self._spec.raw_bytes(call),
-                       (frame_bytes + 2 * STATUS_BYTES) * (call.world_size - 1), two_phases=True)
+    def encode(self, call: Call) -> None:
+        self._parts, self._raw = self._pad(call), None
+        self._encode(self._parts)
 
-    def _on_words(self, words: list[int]) -> int | None:
-        call, launch = self._call, self._launch
-        resent = failure = None
-        if observe(self._capacity, words):
-            resent = self._part_bytes
-            _exchange_and_sum(self._parts, self._sums, lambda out, rows: launch.bulk.all_to_all(out, rows).wait())
-        else:
-            self._payload_work.wait()
-            try:
-                self._codec.decode_reduce(self._received, self._parts[call.rank], call.rank, self._sums)
-            except ZipScapeError as error:          # the others must hear of it, not wait for this rank's sums
-                failure = error
-        launch.keep(self._parts, self._sums)
-        launch.status = torch.full_like(launch.status, 0 if failure is None else FAILED)
-        own = self._frames[call.rank]
+    def send(self, call: Call) -> dist.Work:
+        return all_to_all_bytes(self._received, self._sent, self.channel, self._pieces)
+
+    def _pad(self, call: Call) -> torch.Tensor:
+        """The input, padded with zeros; no copy where it comes out even."""
+        if self._padded is None:
+            return call.input
+        numel = call.input.numel()
+        self._padded[:numel].copy_(flat(call.input))
+        self._padded[numel:].zero_()
+        return self._padded
+
+    def can_fill_early(self, call: Call) -> bool:
+        return True                                 # not the output, see ``queue_early``
+
+    def queue_early(self, call: Call) -> None:
+        """The second phase. The output, which is the input, waits until the first is known to have gone well."""
+        self._sum(self._parts, self._sums)
+        self._gather_sums()
+
+    def _gather_sums(self, failure: ZipScapeError | None = None) -> None:
+        """``failure``: why there are none; the others must hear of it, not wait for this rank's."""
         if failure is None:
             try:
-                launch.encode(self._sums_codec, self._sums.view(1, -1), own.view(1, -1))
+                self._encode_sums(self._sums)
             except ZipScapeError as error:
                 failure = error
-                launch.status = torch.full_like(launch.status, FAILED)
-        self._sums_work = launch.bulk.all_gather(self._frames.view(-1), own)
-        words, work = everyones_words(call, launch)
-        work.wait()
-        words = words.tolist()
+        if failure is not None:
+            self._sums_status.fill_(FAILED)
+        self._failure = failure
+        self._sums_work = self.launch.bulk.all_gather(self._frames, self._own)
+        self._sums_words.exchange(self.launch.side.gather_words, self._sums_words.data, self._sums_status)
+
+    def settle(self, words: list[int]) -> int | None:
+        call, launch = self.call, self.launch
+        sent_again = None
+        if observe(self.classes[0], words):
+            sent_again = self._part_bytes
+            self.after_early()
+            self.is_early = False
+            _exchange_and_sum(flat(self._parts).view(call.world_size, -1), self._sums,
+                              lambda out, rows: launch.bulk.all_to_all(out, rows).wait())
+            self._gather_sums()
+        elif not self.is_early:
+            self.payload_work.wait()
+            failure = None
+            try:
+                self._sum(self._parts, self._sums)
+            except ZipScapeError as error:
+                failure = error
+            self._gather_sums(failure)
+        with streams.On(launch.state.decode_stream if self.is_early else None):
+            flat(self._rows(call))[self.rank * self._numel:(self.rank + 1) * self._numel].copy_(self._sums)
+            if self.is_early:
+                self._fill_from_sums(call)
+                self.filled.set()
+        self._sums_words.wait()
+        words = self._sums_words.tolist()
         if FAILED in words:
-            raise failure or CollectiveError(describe("an all_reduce failed on another rank", got="a frame that it cannot decode",
-                                                      where=f"rank {words.index(FAILED)} of group {call.group.group_name}"))
-        if observe(self._sums_capacity, words):
-            resent = (resent or 0) + self._part_bytes
+            raise self._failure or CollectiveError(describe(
+                "an all_reduce failed on another rank", got="a frame that it cannot decode",
+                where=f"rank {words.index(FAILED)} of group {call.group.group_name}"))
+        if observe(self.classes[1], words):
+            sent_again = (sent_again or 0) + self._part_bytes
+            self.after_early()
             self._raw = torch.empty(call.world_size, self._numel, dtype=call.dtype, device=call.device)
             launch.bulk.all_gather(self._raw.view(-1).view(torch.uint8), self._sums.view(torch.uint8)).wait()
-        return resent
+        return sent_again
 
-    @property
-    def _part_bytes(self) -> int:
-        return self._numel * self._call.dtype.itemsize * (self._call.world_size - 1)
+    def fill(self, call: Call) -> None:
+        if self._raw is None:
+            self._fill_from_sums(call)
+            return
+        flat(call.output).copy_(self._raw.view(-1)[:call.output.numel()])
+        self.keep(self._raw)
 
-    def _finish(self) -> None:
+    def _fill_from_sums(self, call: Call) -> None:
+        rows = self._rows(call)
         self._sums_work.wait()
-        call, output = self._call, flat(self._call.output)
-        whole = call.world_size * self._numel
-        rows = output if output.numel() == whole else torch.empty(whole, dtype=call.dtype, device=call.device)
-        if self._raw is not None:
-            rows.copy_(self._raw.view(-1))
-        else:
-            self._sums_codec.decode(self._frames, rows.view(call.world_size, -1), skip=call.rank)
-            rows.view(call.world_size, -1)[call.rank].copy_(self._sums)
-        if rows is not output:
-            output.copy_(rows[:output.numel()])
-        self._launch.keep(self._sums, *([] if self._raw is None else [self._raw]))
+        self._decode_sums(rows)
+        if rows is not call.output:
+            flat(call.output).copy_(rows[:call.output.numel()])
+
+    def _rows(self, call: Call) -> torch.Tensor:
+        """Where all sums come: the output, where they come out even. The parts that lie there are summed by then."""
+        return call.output if self._padded is None else self._padded
+
+    def release(self) -> None:
+        self._parts = self._sums_work = self._raw = self._failure = None
+        super().release()
 
 
 def _exchange_and_sum(parts: torch.Tensor, sums: torch.Tensor, exchange) -> None:
     received = torch.empty_like(parts)
     exchange(received.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8))
     sum_in_order(received.unbind(0), sums)
-
-
-def _start(spec: CollectiveSpec, call: Call, launch: Launch) -> Started | str:
-    return _Reduction(spec, call, launch).start()
 
 
 def _uncompressed(call: Call) -> None:
@@ -152,5 +186,5 @@ SPEC = register(CollectiveSpec(
     shapes_match=lambda call: call.output.numel() == call.input.numel() and call.output.dtype == call.dtype,
     raw_bytes=lambda call: 2 * call.input.nbytes * (call.world_size - 1) // call.world_size,
     wire_bytes=lambda call: 2 * frames_bytes(call.dtype, _part_numel(call), call.world_size - 1, FIRST_SPILL),
-    native=_native, start=_start, uncompressed=_uncompressed, first_spill=FIRST_SPILL,
+    native=_native, flight=_Reduction, classes=("all_reduce", "all_reduce, sums"), uncompressed=_uncompressed, first_spill=FIRST_SPILL,
     bus_factor=lambda world: 2 * (world - 1) / world, make_tensors=_make_tensors))

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from ds_zipccl.codec.format import STATUS_OFFSET
 from ds_zipccl.codec.integrity import for_rank
 from ds_zipccl.collectives import pairs
-from ds_zipccl.collectives.launch import STATUS_BYTES, Launch, Started, frames_bytes, observe
+from ds_zipccl.collectives.launch import STATUS_BYTES, Flight, Kind, Launch, frames_bytes, observe, ready
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
-from ds_zipccl.collectives.transport import exchange_bytes
+from ds_zipccl.collectives.transport import Pieces, exchange_bytes
 from ds_zipccl.collectives.views import as_rows, flat, gaussians
+from ds_zipccl.collectives.words import Words
 from ds_zipccl.config import ZipcclConfig
 
 
@@ -39,38 +40,96 @@ def _flat_pieces(call: Call, tensors, counts) -> list[torch.Tensor]:
     return [flat(t) for t in tensors] if isinstance(call.input, tuple) else list(flat(tensors[0]).split(counts))
 
 
-class _Exchange:
-    """One call in flight."""
+class _Exchange(Flight):
+    """Phases: 1. encode what is zipped, run by run; 2. exchange frames and raw pieces, meanwhile copy the own piece; 3. decode.
+
+    Where both are single tensors and nothing goes raw, kernels are bound to the tensors' parts, and the bytes on the wire lie always in the
+    same place; otherwise both are found for each call.
+    """
 
     def __init__(self, call: Call, launch: Launch, sent: pairs.Side, received: pairs.Side):
-        self._call, self._launch, self._sent, self._received = call, launch, sent, received
-        counts_in, counts_out = numels(call)
-        self._inputs = _flat_pieces(call, call.inputs, counts_in)
-        self._outputs = _flat_pieces(call, call.outputs, counts_out)
-        self._resent: dict[int, torch.Tensor] = {}       # by peer: raw bytes that came in place of an overflowed frame
+        super().__init__(call, launch)
+        self._sent, self._received, self._resent = sent, received, {}       # by peer: raw bytes in place of an overflowed frame
+        self._frames, self._arriving = self._buffers(sent), self._buffers(received)
+        counts, counts_in = sent.word_counts, received.word_counts
+        self.words = Words(torch.empty(sum(counts) + sum(counts_in), dtype=torch.int32, device=self.device), launch.state)
+        own, theirs = self.words.data.split([sum(counts), sum(counts_in)])
+        self._word_exchange = theirs, own, counts_in, counts
+        # One kernel call encodes for many peers, each of whom needs his own word: from the frames' headers. A single one is the call's.
+        self._headers = []
+        if sum(counts) == 1:
+            self.status = own
+        else:
+            headers = [f.view(torch.int32)[:, STATUS_OFFSET // STATUS_BYTES] for f in self._frames.values()]
+            self._headers = list(zip(own.split([len(h) for h in headers]), headers, strict=True))
+        self.wire_bytes, self.raw_bytes = sent.wire_bytes + STATUS_BYTES * sum(counts), _raw_bytes(call)
+        self._bind(call)
 
-    def start(self) -> Started:
-        """Phases: 1. encode what is zipped, run by run; 2. exchange frames and raw pieces; 3. (finish) decode, copy the own."""
-        frames, places = self._frames(self._sent, self._inputs)
-        for run in self._sent.runs:
-            for _, rows, part in self._batches(run, self._inputs, frames[run.first]):
-                self._launch.encode(run.codec, rows, part)
-        self._arriving, arrivals = self._frames(self._received, self._outputs)
-        payload_work = exchange_bytes(arrivals, places, self._call.group)
-        words, status_work = self._exchange_words(frames)
-        wire_bytes = self._sent.wire_bytes + STATUS_BYTES * sum(self._sent.word_counts)
-        return Started(words, status_work, payload_work, self._on_words, self._finish, _raw_bytes(self._call), wire_bytes)
-
-    def _frames(self, side: pairs.Side, pieces) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
-        """({first peer of a run: its frames [count, frame_bytes]}, the bytes on the wire of every rank's piece)."""
-        buffer = self._launch.take_bytes(side.frame_bytes)
-        frames, places, end = {}, [piece.view(torch.uint8) for piece in pieces], 0
-        places[self._call.rank] = buffer[:0]
+    def _buffers(self, side: pairs.Side) -> dict[int, torch.Tensor]:
+        """{first peer of a run: its frames [count, frame_bytes]}."""
+        buffer, frames, end = self.take_bytes(side.frame_bytes), {}, 0
         for run in side.runs:
             start, end = end, end + run.count * run.codec.frame_bytes
             frames[run.first] = buffer[start:end].view(run.count, run.codec.frame_bytes)
+        return frames
+
+    def _bind(self, call: Call) -> None:
+        everything = all(piece.codec is not None or piece.numel == 0 or peer == self.rank
+                         for side in (self._sent, self._received) for peer, piece in enumerate(side.pieces))
+        self._bound = isinstance(call.input, torch.Tensor) and everything
+        if not self._bound:
+            return
+
+        def offset(side: pairs.Side, peer: int) -> int:
+            return sum(piece.numel for piece in side.pieces[:peer])
+
+        self._encoders = [self.encoder(run.codec, self._frames[run.first], offset=offset(self._sent, run.first)) for run in self._sent.runs]
+        self._decoders = [for_rank(run.codec, run.first).decoder(self._arriving[run.first], offset=offset(self._received, run.first))
+                          for run in self._received.runs]
+        self._own = offset(self._sent, self.rank), offset(self._received, self.rank), self._sent.pieces[self.rank].numel
+        nothing = [torch.empty(0, dtype=torch.uint8, device=self.device)] * self.world_size
+        self._places, self._arrivals = (Pieces(self._wire(side, frames, nothing)) for side, frames in (
+            (self._sent, self._frames), (self._received, self._arriving)))
+
+    def _wire(self, side: pairs.Side, frames: dict[int, torch.Tensor], pieces) -> list[torch.Tensor]:
+        """The bytes on the wire of every rank's piece."""
+        places = [piece.view(torch.uint8) for piece in pieces]
+        places[self.rank] = places[self.rank][:0]
+        for run in side.runs:
             places[run.first:run.peers.stop] = frames[run.first].unbind(0)
-        return frames, places
+        return places
+
+    def encode(self, call: Call) -> None:
+        self._resent = {}
+        if self._bound:
+            for encode in self._encoders:
+                encode(call.input)
+        else:
+            inputs = self._inputs()
+            for run in self._sent.runs:
+                for _, rows, part in self._batches(run, inputs, self._frames[run.first]):
+                    self.encoder(run.codec, part)(rows)
+        for own, headers in self._headers:
+            own.copy_(headers)
+
+    def send(self, call: Call) -> dist.Work:
+        if self._bound:
+            return exchange_bytes(self._arrivals, self._places, self.channel)
+        return exchange_bytes(self._wire(self._received, self._arriving, self._outputs()),
+                              self._wire(self._sent, self._frames, self._inputs()), self.channel)
+
+    def beside(self, call: Call) -> None:
+        if not self._bound:
+            self.copy_own(self._outputs()[self.rank], 0, self._inputs()[self.rank])
+        elif self._own[2]:
+            start, place, numel = self._own
+            self.copy_own(call.output, place, call.input.as_strided((numel,), (1,), call.input.storage_offset() + start))
+
+    def _inputs(self) -> list[torch.Tensor]:
+        return _flat_pieces(self.call, self.call.inputs, numels(self.call)[0])
+
+    def _outputs(self) -> list[torch.Tensor]:
+        return _flat_pieces(self.call, self.call.outputs, numels(self.call)[1])
 
     @staticmethod
     def _batches(run: pairs.Run, pieces, frames: torch.Tensor, leave_out=()):
@@ -83,36 +142,39 @@ class _Exchange:
             if peer not in leave_out:
                 yield peer, pieces[peer].view(1, -1), frames[i:i + 1]
 
-    def _exchange_words(self, frames: dict[int, torch.Tensor]) -> tuple[torch.Tensor, dist.Work]:
-        """(own words, then the peers'). From the frames' headers: one kernel call encodes for many peers, each of whom needs his own."""
-        counts, counts_in = self._sent.word_counts, self._received.word_counts
-        words = torch.empty(sum(counts) + sum(counts_in), dtype=torch.int32, device=self._launch.device)
-        own, theirs = words.split([sum(counts), sum(counts_in)])
-        in_headers = [f[:, STATUS_OFFSET:STATUS_OFFSET + STATUS_BYTES].contiguous().view(-1) for f in frames.values()]
-        if in_headers:
-            own.copy_((in_headers[0] if len(in_headers) == 1 else torch.cat(in_headers)).view(torch.int32))
-        return words, self._launch.side.exchange_words(theirs, own, counts_in, counts)
+    def send_words(self) -> None:
+        """To each peer with whom this rank has a zipped piece, and from it: (own words, then the peers')."""
+        self.words.exchange(self.launch.side.exchange_words, *self._word_exchange)
 
-    def _on_words(self, words: list[int]) -> int | None:
+    def settle(self, words: list[int]) -> int | None:
         words = iter(words)
-        again = {peer: self._inputs[peer].view(torch.uint8) for peer in _overflowed(self._sent, words)}
-        self._resent = {peer: torch.empty_like(self._outputs[peer]) for peer in _overflowed(self._received, words)}
-        if not (again or self._resent):
+        again, missing = _overflowed(self._sent, words), _overflowed(self._received, words)
+        if not (again or missing):
             return None
-        self._launch.bulk.exchange_pairs({peer: data.view(torch.uint8) for peer, data in self._resent.items()}, again)
+        self.after_early()
+        inputs, outputs = self._inputs(), self._outputs()
+        again = {peer: inputs[peer].view(torch.uint8) for peer in again}
+        self._resent = {peer: torch.empty_like(outputs[peer]) for peer in missing}
+        self.launch.bulk.exchange_pairs({peer: data.view(torch.uint8) for peer, data in self._resent.items()}, again)
         return sum(data.numel() for data in again.values())
 
-    def _finish(self) -> None:
-        rank = self._call.rank
-        if self._outputs[rank].data_ptr() != self._inputs[rank].data_ptr():
-            self._outputs[rank].copy_(self._inputs[rank])
+    def fill(self, call: Call) -> None:
+        if self._bound and not self._resent:
+            for decode in self._decoders:
+                decode(call.output)
+            return
+        outputs = self._outputs()
         for run in self._received.runs:
             leave_out = [peer for peer in run.peers if peer in self._resent]
-            for first, rows, part in self._batches(run, self._outputs, self._arriving[run.first], leave_out):
+            for first, rows, part in self._batches(run, outputs, self._arriving[run.first], leave_out):
                 for_rank(run.codec, first).decode(part, rows)
         for peer, data in self._resent.items():
-            self._outputs[peer].copy_(data)
-            self._launch.keep(data)
+            outputs[peer].copy_(data)
+            self.keep(data)
+
+    def release(self) -> None:
+        self._resent = {}
+        super().release()
 
 
 def _overflowed(side: pairs.Side, words) -> list[int]:
@@ -120,25 +182,33 @@ def _overflowed(side: pairs.Side, words) -> list[int]:
     return [peer for peer, piece in enumerate(side.pieces) if piece.codec is not None and observe(piece.capacity, [next(words)])]
 
 
-def _start(spec: CollectiveSpec, call: Call, launch: Launch) -> Started | str:
-    counts_in, counts_out = numels(call)
+def _start(spec: CollectiveSpec, call: Call, launch: Launch, kind: Kind | None) -> Flight | str:
+    counts = numels(call)
 
     @functools.cache
     def reason(numel: int) -> str | None:
         why = pairs.reason_for_raw(numel, call.dtype, numel * call.world_size, launch.config)
         return why or launch.slower_pair(call.dtype, numel, call.world_size)
 
-    def side(counts, outgoing: bool) -> pairs.Side:
-        return pairs.plan(counts, call.rank, call.dtype.itemsize, reason,
-                          lambda peer, numel: launch.pair_capacity(call.op, peer, outgoing, call.dtype, numel, spec.first_spill),
-                          functools.cache(lambda numel, spill: launch.codec(call.dtype, numel, spill)))
+    def rooms(outgoing: bool) -> list[tuple | None]:
+        return pairs.rooms(counts[not outgoing], call.rank, reason, lambda peer, numel: launch.pair_capacity(
+            call.op, peer, outgoing, call.dtype, numel, spec.first_spill))
 
     launch.state.connect_pairs()
-    others = {n for counts in (counts_in, counts_out) for peer, n in enumerate(counts) if peer != call.rank}
+    others = {n for side in counts for peer, n in enumerate(side) if peer != call.rank}
     if not all(map(reason, others)):
-        sent, received = side(counts_in, True), side(counts_out, False)
-        if sent.runs or received.runs:
-            return _Exchange(call, launch, sent, received).start()
+        found = rooms(True), rooms(False)
+        codec = functools.cache(lambda numel, spill: launch.codec(call.dtype, numel, spill))
+
+        def make() -> Flight | None:
+            sent, received = (pairs.plan_in(numels, call.rank, call.dtype.itemsize, side, codec)
+                              for numels, side in zip(counts, found, strict=True))
+            return _Exchange(call, launch, sent, received) if sent.runs or received.runs else None
+
+        flight = ready(kind, launch, tuple([room and room[1] for side in found for room in side]), make)
+        if flight is not None:
+            flight.begin(call)
+            return flight
     launch.side.exchange_no_words(call.world_size)      # others may have pairs to zip
     return reason(max(others)) or "incompressible"
 

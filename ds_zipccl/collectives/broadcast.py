@@ -2,34 +2,47 @@
 import torch
 import torch.distributed as dist
 
+from ds_zipccl.codec.codec import Codec
 from ds_zipccl.codec.integrity import for_rank
-from ds_zipccl.collectives.launch import frames_bytes
+from ds_zipccl.collectives.launch import STATUS_BYTES, Flight, Launch, frames_bytes
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
 from ds_zipccl.collectives.transport import broadcast_bytes
 from ds_zipccl.collectives.views import flat, gaussians
+from ds_zipccl.collectives.words import Words
 
 
-def _zipped(call: Call, launch, codec):
-    """Phases: 1. the root encodes; 2. broadcast of the frame; 3. (finish) the others decode. The root's tensor is never written."""
-    frame = launch.take_frames(codec, 1)
-    if call.rank == call.root:
-        launch.encode(codec, flat(call.input).view(1, -1), frame)
-    work = broadcast_bytes(frame.view(-1), call.root, call.group)
+class _Broadcast(Flight):
+    """Phases: 1. the root encodes; 2. broadcast of the frame; 3. the others decode. The root's tensor is never written."""
 
-    def finish():
-        if call.rank != call.root:
-            for_rank(codec, call.root).decode(frame, flat(call.output).view(1, -1))
+    def __init__(self, call: Call, launch: Launch, codec: Codec):
+        super().__init__(call, launch)
+        frame, self._root, self._is_root = self.take_frames(codec, 1), call.root, call.rank == call.root
+        self._bytes = frame.view(-1)
+        self.words = Words(self.status, launch.state)
+        self._encode = self.encoder(codec, frame)
+        self._decode = for_rank(codec, call.root).decoder(frame)
+        self.wire_bytes = (codec.frame_bytes + STATUS_BYTES) * self._is_root
 
-    return work, finish
+    def encode(self, call: Call) -> None:
+        if self._is_root:
+            self._encode(call.input)
 
+    def send(self, call: Call) -> dist.Work:
+        return broadcast_bytes(self._bytes, self._root, self.channel)
 
-def _gather_words(call: Call, launch) -> tuple[torch.Tensor, dist.Work]:
-    """The root's alone: nobody else has one, and the root must not wait for the others."""
-    return launch.status, launch.side.broadcast(launch.status, call.root)
+    def can_fill_early(self, call: Call) -> bool:
+        return True
 
+    def send_words(self) -> None:
+        """The root's alone: nobody else has one, and the root must not wait for the others."""
+        self.words.exchange(self.launch.side.broadcast_word, self.status, self._root)
 
-def _resend(call: Call, launch) -> None:
-    launch.bulk.broadcast(flat(call.output).view(torch.uint8), call.root).wait()
+    def fill(self, call: Call) -> None:
+        if not self._is_root:
+            self._decode(call.output)
+
+    def resend(self, call: Call) -> None:
+        self.launch.bulk.broadcast(flat(call.output).view(torch.uint8), call.root).wait()
 
 
 def _native(call: Call) -> dist.Work:
@@ -49,7 +62,7 @@ SPEC = register(CollectiveSpec(
     name="broadcast", family="broadcast", reduces=False,
     row_numel=lambda call: call.input.numel(), whole_numel=lambda call: call.input.numel(),
     shapes_match=lambda call: call.root is not None and 0 <= call.root < call.world_size,
-    raw_bytes=lambda call: call.input.nbytes * _is_root(call), frames_sent=_is_root,
+    raw_bytes=lambda call: call.input.nbytes * _is_root(call),
     wire_bytes=lambda call: frames_bytes(call.dtype, call.input.numel(), _is_root(call)),
-    native=_native, zipped=_zipped, resend=_resend, gather_words=_gather_words,
+    native=_native, flight=_Broadcast,
     bus_factor=lambda world: 1.0, make_tensors=_make_tensors, rooted=True))

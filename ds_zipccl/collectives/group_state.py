@@ -64,7 +64,12 @@ class GroupState:
 
     @functools.cached_property
     def status_stream(self) -> torch.cuda.Stream | None:
-        """On which the host waits for status words; None on a CPU."""
+        """On which status words are exchanged, and the host waits for them; None on a CPU."""
+        return torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
+
+    @functools.cached_property
+    def decode_stream(self) -> torch.cuda.Stream | None:
+        """On which payloads are waited for and decoded before anybody waits for the call; None on a CPU."""
         return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     @functools.cached_property

@@ -32,6 +32,19 @@ def signature(call: Call) -> tuple | None:
             out.device, data.layout)
 
 
+def list_signature(call: Call) -> tuple | None:
+    """The same of a form with a list of strided tensors on one side; None for other calls. Reasons for native are not kept under it."""
+    out, data = call.outputs, call.inputs
+    if not isinstance(call.output, tuple) and not isinstance(call.input, tuple) or len(out) + len(data) != call.world_size + 1:
+        return None
+    dtype, device = call.dtype, call.device
+    for t in (*out, *data):
+        if t.dtype != dtype or t.device != device or t.layout != torch.strided:
+            return None
+    return (call.op, weakref.ref(call.group), call.reduce_op, call.root, dtype, device,
+            tuple([t.numel() for t in out]), tuple([t.numel() for t in data]))
+
+
 class NativeCalls:
     """What one Runtime knows. Forgets everything when there is too much."""
 

@@ -7,10 +7,11 @@ beyond, native's order differs.
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.collectives.launch import frames_bytes
+from ds_zipccl.codec.codec import Codec
+from ds_zipccl.collectives.launch import STATUS_BYTES, Flight, Launch, frames_bytes
 from ds_zipccl.collectives.parts import ranges
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
-from ds_zipccl.collectives.transport import all_to_all_bytes, native_reduce_scatter
+from ds_zipccl.collectives.transport import all_but, all_to_all_bytes, native_reduce_scatter
 from ds_zipccl.collectives.views import as_rows, equal_numels, flat
 from ds_zipccl.kernels.rank_order import sum_in_order
 
@@ -26,22 +27,41 @@ def _rows(call: Call) -> torch.Tensor:
     return torch.stack(pieces) if rows is None else rows
 
 
-def _zipped(call: Call, launch, codec):
-    """Phases: 1. encode each peer's piece; 2. exchange frames; 3. (finish) decode and sum in rank order.
+class _Scatter(Flight):
+    """Phases: 1. encode each peer's piece; 2. exchange frames; 3. decode and sum in rank order.
 
     In-place calls (output is this rank's slice of the input) are safe: the output is written in phase 3 only, after the
     own piece is read.
     """
-    rows = _rows(call)
-    sent, received = launch.take_frames(codec, call.world_size), launch.take_frames(codec, call.world_size)
-    launch.encode(codec, rows, sent, skip=call.rank)
-    work = all_to_all_bytes(received.view(-1), sent.view(-1), call.group)
 
-    def finish():
-        codec.decode_reduce(received, rows[call.rank], call.rank, flat(call.output))
-        launch.keep(rows)
+    def __init__(self, call: Call, launch: Launch, codec: Codec):
+        super().__init__(call, launch)
+        sent, received = self.take_frames(codec, call.world_size), self.take_frames(codec, call.world_size)
+        self._sent, self._received, self._pieces = sent.view(-1), received.view(-1), all_but(call.rank, received, sent)
+        self.words = self.everyones_words()
+        self._encode = self.encoder(codec, sent, skip=call.rank)
+        self._sum = codec.reducer(received, call.rank, offset=call.rank * call.output.numel())
+        self._rows: torch.Tensor | None = None
+        self.wire_bytes = (codec.frame_bytes + STATUS_BYTES) * (call.world_size - 1)
 
-    return work, finish
+    def encode(self, call: Call) -> None:
+        self._rows = _rows(call) if isinstance(call.input, tuple) else call.input
+        self._encode(self._rows)
+
+    def send(self, call: Call) -> dist.Work:
+        return all_to_all_bytes(self._received, self._sent, self.channel, self._pieces)
+
+    def fill(self, call: Call) -> None:
+        self._sum(self._rows, call.output)
+        if self._rows is not call.input:
+            self.keep(self._rows)
+
+    def resend(self, call: Call) -> None:
+        _exchange_and_sum(call, lambda out, rows: self.launch.bulk.all_to_all(out, rows).wait())
+
+    def release(self) -> None:
+        self._rows = None
+        super().release()
 
 
 def _exchange_and_sum(call: Call, exchange) -> None:
@@ -49,10 +69,6 @@ def _exchange_and_sum(call: Call, exchange) -> None:
     received = torch.empty_like(rows, memory_format=torch.contiguous_format)
     exchange(received.view(-1).view(torch.uint8), rows.contiguous().view(-1).view(torch.uint8))
     sum_in_order(received.unbind(0), flat(call.output))
-
-
-def _resend(call: Call, launch) -> None:
-    _exchange_and_sum(call, lambda out, rows: launch.bulk.all_to_all(out, rows).wait())
 
 
 def _uncompressed(call: Call) -> None:
@@ -96,9 +112,9 @@ def _others(call: Call) -> int:
 _COMMON = dict(
     family="reduce_scatter", reduces=True, row_numel=lambda call: call.output.numel(),
     whole_numel=lambda call: call.output.numel() * call.world_size,
-    raw_bytes=lambda call: call.output.nbytes * _others(call), frames_sent=_others,
+    raw_bytes=lambda call: call.output.nbytes * _others(call),
     wire_bytes=lambda call: frames_bytes(call.dtype, call.output.numel(), _others(call), FIRST_SPILL),
-    zipped=_zipped, resend=_resend, uncompressed=_uncompressed, cut=_cut, first_spill=FIRST_SPILL,
+    flight=_Scatter, uncompressed=_uncompressed, cut=_cut, first_spill=FIRST_SPILL,
     bus_factor=lambda world: (world - 1) / world)
 
 SPEC = register(CollectiveSpec(

@@ -14,11 +14,11 @@ from ds_zipccl.codec.codec import Codec
 from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.codec.format import align, layout
 from ds_zipccl.collectives.capacity import Capacity
-from ds_zipccl.collectives.launch import STATUS_BYTES, Launch, Started, everyones_words, largest_word, observe
+from ds_zipccl.collectives.launch import STATUS_BYTES, Flight, Launch, largest_word
 from ds_zipccl.collectives.parts import ranges
 from ds_zipccl.collectives.reduce_scatter import FIRST_SPILL, summable
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
-from ds_zipccl.collectives.transport import exchange_bytes
+from ds_zipccl.collectives.transport import Pieces, exchange_bytes
 from ds_zipccl.collectives.views import as_rows, flat
 from ds_zipccl.kernels.rank_order import sum_in_order
 
@@ -31,85 +31,86 @@ def _row_numel(call: Call) -> int:
     return max(_numels(call))
 
 
-class _Reduction:
-    """One call in flight. Pieces for the same rank have one size on every rank, so one layout: a piece whose frame would be no smaller
-    goes raw, from every rank. All pieces lie one after another in one buffer, raw ones too."""
+class _Reduction(Flight):
+    """Pieces for the same rank have one size on every rank, so one layout: a piece whose frame would be no smaller goes raw, from every
+    rank. All pieces lie one after another in one buffer, raw ones too.
 
-    def __init__(self, spec: CollectiveSpec, call: Call, launch: Launch, capacity, spill: int):
-        self._spec, self._call, self._launch, self._capacity = spec, call, launch, capacity
-        codec = functools.cache(lambda numel: launch.codec(call.dtype, numel, spill))
+    Phases: 1. encode each peer's piece; 2. exchange; 3. decode and sum in rank order. The output is written in phase 3 only, after the own
+    piece is read.
+    """
+
+    def __init__(self, call: Call, launch: Launch, codec: Codec):
+        super().__init__(call, launch)
+        spill = codec.geometry.spill_per_tile
+        codec_of = functools.cache(lambda numel: launch.codec(call.dtype, numel, spill))
         self._codecs: list[Codec | None] = []
-        self._sizes: list[int] = []                      # bytes on the wire of the piece for each rank
+        sizes: list[int] = []                            # bytes on the wire of the piece for each rank
         for numel in _numels(call):
             raw = align(numel * call.dtype.itemsize)
-            zipped = numel > 0 and codec(numel).frame_bytes < raw
-            self._codecs.append(codec(numel) if zipped else None)
-            self._sizes.append(codec(numel).frame_bytes if zipped else raw)
-        self._resent: list[torch.Tensor] | None = None
+            zipped = numel > 0 and codec_of(numel).frame_bytes < raw
+            self._codecs.append(codec_of(numel) if zipped else None)
+            sizes.append(codec_of(numel).frame_bytes if zipped else raw)
+        places = self.take_bytes(sum(sizes)).split(sizes)
+        self._arriving = self.take_bytes(call.world_size * sizes[call.rank]).view(call.world_size, sizes[call.rank])
+        self._sent, self._received = Pieces(places), Pieces(self._arriving.unbind(0))
+        self.words, own = self.everyones_words(), self._codecs[call.rank]
+        self._each_word = torch.zeros(call.world_size, dtype=torch.int32, device=self.device)
+        self._encoders = [None if codec is None or rank == call.rank else
+                          self.encoder(codec, place.view(1, -1), status=self._each_word[rank:rank + 1])
+                          for rank, (codec, place) in enumerate(zip(self._codecs, places, strict=True))]
+        together = as_rows(places) if self._codecs[0] is not None else None
+        self._encode_all = None if together is None else self.encoder(self._codecs[0], together, skip=call.rank)
+        self._sum = None if own is None else own.reducer(self._arriving, call.rank)
+        self._raw: list[torch.Tensor] | None = None      # what was sent again
+        self.wire_bytes = sum(sizes) - sizes[call.rank] + STATUS_BYTES * (call.world_size - 1)
 
-    def start(self) -> Started:
-        """Phases: 1. encode each peer's piece; 2. exchange; 3. (finish) decode and sum in rank order. The output is written in phase 3
-        only, after the own piece is read."""
-        call, launch = self._call, self._launch
-        sent = launch.take_bytes(sum(self._sizes)).split(self._sizes)
-        self._received = launch.take_bytes(call.world_size * self._sizes[call.rank]).view(call.world_size, -1)
-        self._encode(sent)
-        payload_work = exchange_bytes(list(self._received.unbind(0)), list(sent), call.group)
-        words, status_work = everyones_words(call, launch)
-        wire_bytes = sum(self._sizes) - self._sizes[call.rank] + STATUS_BYTES * (call.world_size - 1)
-        return Started(words, status_work, payload_work, self._on_words, self._finish, self._spec.raw_bytes(call), wire_bytes)
-
-    def _encode(self, places) -> None:
-        call, launch = self._call, self._launch
-        pieces, codec = [flat(t) for t in call.inputs], self._codecs[0]
-        rows = as_rows(pieces) if codec is not None else None
+    def encode(self, call: Call) -> None:
+        self._raw, pieces = None, [flat(t) for t in call.inputs]
+        rows = None if self._encode_all is None else as_rows(pieces)
         if rows is not None:
-            launch.encode(codec, rows, as_rows(places), skip=call.rank)
+            self._encode_all(rows)
             return
-        words = torch.zeros(call.world_size, dtype=torch.int32, device=call.device)
-        for rank, (piece, place, codec) in enumerate(zip(pieces, places, self._codecs, strict=True)):
-            if rank == call.rank:
-                continue
-            if codec is None:
-                place[:piece.nbytes].copy_(piece.view(torch.uint8))
-            else:
-                launch.status = words[rank:rank + 1]
-                launch.encode(codec, piece.view(1, -1), place.view(1, -1))
-        launch.status = largest_word(words)
+        for rank, (piece, encode) in enumerate(zip(pieces, self._encoders, strict=True)):
+            if encode is not None:
+                encode(piece)
+            elif rank != self.rank:
+                self._sent[rank][:piece.nbytes].copy_(piece.view(torch.uint8))
+        self.status.copy_(largest_word(self._each_word))
 
-    def _on_words(self, words: list[int]) -> int | None:
-        if not observe(self._capacity, words):
-            return None
-        call, self._resent = self._call, _buffers(self._call)
+    def send(self, call: Call) -> dist.Work:
+        return exchange_bytes(self._received, self._sent, self.channel)
+
+    def resend(self, call: Call) -> None:
+        self._raw = _buffers(call)
 
         def bytes_of(tensors) -> dict[int, torch.Tensor]:
             return {rank: flat(t).view(torch.uint8) for rank, t in enumerate(tensors) if rank != call.rank and t.numel()}
 
-        self._launch.bulk.exchange_pairs(bytes_of(self._resent), bytes_of(call.inputs))
-        return self._spec.raw_bytes(call)
+        self.launch.bulk.exchange_pairs(bytes_of(self._raw), bytes_of(call.inputs))
 
-    def _finish(self) -> None:
-        call, codec = self._call, self._codecs[self._call.rank]
+    def finish(self) -> None:
+        self.resent = False                              # what was sent again must be summed still
+        super().finish()
+
+    def fill(self, call: Call) -> None:
         own = flat(call.inputs[call.rank])
         if not own.numel():
             return
-        if self._resent is None and codec is not None:
-            codec.decode_reduce(self._received, own, call.rank, flat(call.output))
+        if self._raw is None and self._sum is not None:
+            self._sum(own, call.output)
             return
-        rows = self._resent or [place[:own.nbytes].view(call.dtype) for place in self._received.unbind(0)]
+        rows = self._raw or [place[:own.nbytes].view(call.dtype) for place in self._arriving.unbind(0)]
         sum_in_order([own if rank == call.rank else row for rank, row in enumerate(rows)], flat(call.output))
-        self._launch.keep(*(self._resent or ()))
+        self.keep(*(self._raw or ()))
+
+    def release(self) -> None:
+        self._raw = None
+        super().release()
 
 
 def _buffers(call: Call) -> list[torch.Tensor]:
     """Room for every rank's piece for this rank."""
     return [torch.empty(call.output.numel(), dtype=call.dtype, device=call.device) for _ in range(call.world_size)]
-
-
-def _start(spec: CollectiveSpec, call: Call, launch: Launch) -> Started | str:
-    capacity = launch.capacity(call.op, call.dtype, _row_numel(call), FIRST_SPILL)
-    spill = capacity.next_call()
-    return "incompressible" if spill is None else _Reduction(spec, call, launch, capacity, spill).start()
 
 
 def _uncompressed(call: Call) -> None:
@@ -175,5 +176,6 @@ SPEC = register(CollectiveSpec(
     name="reduce_scatter_uneven", family="reduce_scatter", reduces=True, internal=True, row_numel=_row_numel,
     # As if every rank owned as much as the one with most: the busiest link, and the memory there.
     whole_numel=lambda call: _row_numel(call) * call.world_size, native_numel=lambda call: sum(_numels(call)),
-    shapes_match=_fits, raw_bytes=_raw_bytes, wire_bytes=_wire_bytes, native=_native, start=_start, uncompressed=_uncompressed, cut=_cut,
+    shapes_match=_fits, raw_bytes=_raw_bytes, wire_bytes=_wire_bytes, native=_native, flight=_Reduction,
+    uncompressed=_uncompressed, cut=_cut,
     bus_factor=lambda world: (world - 1) / world, first_spill=FIRST_SPILL, make_tensors=_make_tensors))

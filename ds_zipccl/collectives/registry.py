@@ -60,12 +60,11 @@ class CollectiveSpec:
     ``row_numel(call)``: elements in one frame (all_to_all: in the largest); ``whole_numel(call)``: elements of the whole tensor
     (gather output, scatter input). ``shapes_match(call)``: whether output and input fit together.
     ``raw_bytes(call)``: what this rank sends natively; ``wire_bytes(call)``: what it sends zipped, status words included, while the call's
-    classes are new and nothing overflows. ``frames_sent(call)``: how many frames of ``row_numel`` elements that is.
+    classes are new and nothing overflows.
     ``native(call)``: the torch collective, asynchronous, returns a Work.
-    ``zipped(call, launch, codec)``: encodes and queues the payload; returns its Work and the function that fills the output.
-    ``resend(call, launch)``: the same result over the bulk channel without frames. ``gather_words(call, launch)``: queues the status
-    words, returns (words, Work); None: every rank sees every rank's.
-    ``start(spec, call, launch)``: in place of these three, where not all frames are alike: see ``launch.Started``.
+    ``flight(call, launch, *codecs)``: what such calls need, made ready (``launch.Flight``), for frames of ``row_numel`` elements; a codec
+    for each of the capacity ``classes`` (names; none: one, the collective's).
+    ``start(spec, call, launch, kind)``: in place of these, where not all frames are alike: see ``launch.start``.
     ``uncompressed(call)``: the same result on the call's own group without frames, where that differs from native.
     ``pairwise``: what goes from one rank to another is those two ranks' affair alone (sizes, status, capacity, resend).
     ``bus_factor(world)``: busbw = algbw x factor, as in nccl-tests.
@@ -87,10 +86,8 @@ class CollectiveSpec:
     bus_factor: Callable[[int], float]
     make_tensors: Callable[..., tuple[Tensors, Tensors]]
     wire_bytes: Callable[[Call], int]
-    frames_sent: Callable[[Call], int] | None = None
-    zipped: Callable | None = None
-    resend: Callable | None = None
-    gather_words: Callable | None = None
+    flight: Callable | None = None
+    classes: tuple[str, ...] = ()
     start: Callable | None = None
     uncompressed: Callable[[Call], None] | None = None
     pairwise: bool = False

@@ -2,7 +2,6 @@
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -21,8 +20,8 @@ from ds_zipccl.collectives import (  # noqa: F401  importing registers
 from ds_zipccl.collectives import launch as launching
 from ds_zipccl.collectives.check import check
 from ds_zipccl.collectives.group_state import GroupState
-from ds_zipccl.collectives.launch import STATUS_BYTES, Launch  # noqa: F401  others count status words too
-from ds_zipccl.collectives.native_calls import NativeCalls, signature
+from ds_zipccl.collectives.launch import STATUS_BYTES, Flight, Kind, Launch  # noqa: F401  others count status words too
+from ds_zipccl.collectives.native_calls import NativeCalls, list_signature, signature
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, specs
 from ds_zipccl.collectives.views import as_sum, contiguous
 from ds_zipccl.collectives.work import DoneWork, Pending, ZipWork
@@ -31,6 +30,8 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.stats import Stats
 
 log = logging.getLogger("ds_zipccl")
+
+MAX_KINDS = 4096
 
 
 class Runtime:
@@ -45,6 +46,7 @@ class Runtime:
         self._groups: dict[str, dict[str, GroupState]] = {}         # by group name and device type
         self._seen_reasons: set[tuple[str, str]] = set()
         self._native_calls = NativeCalls()
+        self._kinds: dict[tuple, Kind] = {}
         self.stats.sections["switch"] = self._switch_report
 
     def run(self, call: Call, reason_against: Callable[[], str | None] | None = None) -> dist.Work | None:
@@ -59,23 +61,29 @@ class Runtime:
         if known is not None:
             self.stats.native(call.op, known.reason, known.raw_bytes)
             return None
-        spec = self._specs[call.op]
-        reason = reason_against() if reason_against else None
-        if self.config.integrity != "off" and call.world_size > 1 and call.device.type in self.kernels:
-            check(spec, call, self.state(call.group, call.device))
+        spec, zipped_key = self._specs[call.op], self._zipped_key(call) if key is None else key
+        kind = self._known_kind(zipped_key, call)
+        if kind is not None:
+            reason, state = None, kind.state
+        else:
+            reason = reason_against() if reason_against else None
+            if self.config.integrity != "off" and call.world_size > 1 and call.device.type in self.kernels:
+                check(spec, call, self.state(call.group, call.device))
+            state = None if reason else self.state(call.group, call.device)
         if reason is None:
-            state = self.state(call.group, call.device)
             reason = self._choose(spec, call, state)
         if reason is None:
-            inner, store = contiguous(call)
-            inner = as_sum(inner)
-            pieces = parts.cut(spec, inner, self.config)
-            if len(pieces) > 1:
-                return self._run_parts(call, pieces, state, store)
-            started = self._start(spec, inner, state, call.outputs, store)
+            inner, store = call, None
+            if kind is None:
+                inner, store = _simplified(call)
+                pieces = parts.cut(spec, inner, self.config)
+                if len(pieces) > 1:
+                    return self._run_parts(call, pieces, state, store)
+                kind = self._new_kind(zipped_key, spec, call, state) if inner is call else self._kind_of_ours(spec, inner, state)
+            started = self._start(spec, inner, state, call.outputs, store, kind=kind)
             if not isinstance(started, str):
-                work, raw_bytes, wire_bytes = started
-                self.stats.zipped(call.op, raw_bytes, wire_bytes)
+                work, flight = started
+                self.stats.zipped(call.op, flight.raw_bytes, flight.wire_bytes)
                 return work
             reason = started
         keeps_arithmetic = reason == "incompressible" and spec.reduces and call.world_size > 2
@@ -86,9 +94,39 @@ class Runtime:
                                         state.measured(call.op, call.dtype) if reason == "native_is_faster" else None)
         if keeps_arithmetic:                    # it must not depend on whether the data compresses
             spec.uncompressed(inner)
-            store()
+            if store is not None:
+                store()
             return DoneWork(call.outputs)
         return None
+
+    def _known_kind(self, key: tuple | None, call: Call) -> Kind | None:
+        """What was found out when such a call could be zipped, if it holds for this one too: all but this is in ``signature``."""
+        kind = self._kinds.get(key)
+        if kind is None or not _is_plain(call.output) or not _is_plain(call.input):
+            return None
+        if kind.shapes is not None and kind.shapes != (call.output.shape, call.input.shape):
+            return None
+        return None if call.device.type == "cuda" and streams.is_capturing() else kind
+
+    def _zipped_key(self, call: Call) -> tuple | None:
+        """By which calls of one kind are known; None: such a call may not come again, or all ranks check each."""
+        return None if self.config.integrity != "off" else signature(call) or list_signature(call)
+
+    def _kind_of_ours(self, spec: CollectiveSpec, call: Call, state: GroupState) -> Kind | None:
+        """Of a call that is ours, not the user's: nothing follows from it for his."""
+        key = self._zipped_key(call)
+        key = key and ("ours", *key)
+        return self._known_kind(key, call) or self._new_kind(key, spec, call, state)
+
+    def _new_kind(self, key: tuple | None, spec: CollectiveSpec, call: Call, state: GroupState) -> Kind | None:
+        if key is None or not _is_plain(call.output) or not _is_plain(call.input):
+            return None
+        if len(self._kinds) >= MAX_KINDS:
+            self._kinds.clear()
+        kind = self._kinds[key] = Kind(spec, self._launch(spec, call, state))
+        if spec.pairwise:                       # torch splits the first dimension
+            kind.shapes = call.output.shape, call.input.shape
+        return kind
 
     def native(self, op: str, reason: str, raw_bytes: int) -> None:
         """Counts a native call and logs each new reason once."""
@@ -116,16 +154,23 @@ class Runtime:
                     state.close()
                 except Exception as error:
                     failures.append(error)
+                self._forget_calls(state)
         if group is None:
             self.workspace.clear()
         if failures:
             raise failures[0]
+
+    def _forget_calls(self, state: GroupState) -> None:
+        """What was made ready for the calls of a group that ends."""
+        self._kinds = {key: kind for key, kind in self._kinds.items() if kind.state is not state}
+        self.workspace.drop(lambda flight: flight.launch.state is state)
 
     def abort(self, group: dist.ProcessGroup) -> None:
         """Drops the communicators of ``group`` at once; the calls in flight on it fail. On this rank alone."""
         self._native_calls.forget()
         for state in self._groups.pop(group.group_name, {}).values():
             state.abort("its group was aborted")
+            self._forget_calls(state)
 
     def state(self, group: dist.ProcessGroup, device: torch.device) -> GroupState:
         """A group may serve CPU and GPU tensors; each kind needs a side channel of its own."""
@@ -134,6 +179,7 @@ class Runtime:
         if state is None or state.group is not group:
             if state is not None and state.group is not None:
                 state.abort("another group has its name, so it was destroyed")
+                self._forget_calls(state)
             self._forget_gone()
             state = states[device.type] = GroupState(group, device)
         return state
@@ -141,7 +187,7 @@ class Runtime:
     def _forget_gone(self) -> None:
         for states in self._groups.values():
             for kind in [kind for kind, state in states.items() if state.group is None]:
-                del states[kind]
+                self._forget_calls(states.pop(kind))
 
     def _choose(self, spec: CollectiveSpec, call: Call, state: GroupState) -> str | None:
         """None: zipped. Else the reason for native."""
@@ -160,7 +206,8 @@ class Runtime:
 
     def _launch(self, spec: CollectiveSpec, call: Call, state: GroupState, trial: bool = False) -> Launch:
         return Launch(spec=spec, config=self.config, choice=getattr(self.config.collectives, spec.family),
-                      kernels=self.kernels[call.device.type], workspace=self.workspace, state=state, device=call.device, trial=trial)
+                      kernels=self.kernels[call.device.type], workspace=self.workspace, state=state, device=call.device,
+                      stats=None if trial else self.stats, trial=trial)
 
     def _run_parts(self, call: Call, pieces: list[Call], state: GroupState, store) -> parts.PartsWork:
         """``call`` in ``pieces``, counted as one. A piece that is not zipped is carried out at once, as raw bytes."""
@@ -171,10 +218,11 @@ class Runtime:
             nonlocal num_zipped, raw_total, wire_total, ends_raw
             spec, is_last = self._specs[piece.op], piece is pieces[-1]
             state.settle()
-            started = self._start(spec, piece, state, call.outputs, store if is_last else lambda: None, call.op)
+            started = self._start(spec, piece, state, call.outputs, store if is_last else None, call.op,
+                                  self._kind_of_ours(spec, piece, state))
             if not isinstance(started, str):
-                work, raw_bytes, wire_bytes = started
-                num_zipped, raw_total, wire_total = num_zipped + 1, raw_total + raw_bytes, wire_total + wire_bytes
+                work, flight = started
+                num_zipped, raw_total, wire_total = num_zipped + 1, raw_total + flight.raw_bytes, wire_total + flight.wire_bytes
                 return work
             if spec.uncompressed is not None:
                 spec.uncompressed(piece)
@@ -191,55 +239,43 @@ class Runtime:
             self.native(call.op, "incompressible", raw_total)
         if ends_raw:
             work.wait()
-            store()
+            if store is not None:
+                store()
         return work
 
-    def _start(self, spec: CollectiveSpec, call: Call, state: GroupState, outputs, store,
-               op: str | None = None) -> tuple[ZipWork, int, int] | str:
-        """Launches a zipped call: (its Work, raw bytes, wire bytes), or returns the reason why not. ``store()``: fills the user's
-        ``outputs`` from the call's. ``op``: under whose name an overflow is counted, the call's own by default."""
-        launch = self._launch(spec, call, state)
-        started = launching.start(spec, call, launch)
-        if isinstance(started, str):
-            return started
-
-        def on_words(words: list[int]) -> None:
-            resent_bytes = started.on_words(words)
-            if resent_bytes is not None:
-                self.stats.overflow(op or call.op, resent_bytes)
-                launch.forget_windows()
-
-        def finish() -> None:
-            started.finish()
-            store()
-
-        pending = self._pending(call, state, launch, replace(started, on_words=on_words, finish=finish), outputs)
+    def _start(self, spec: CollectiveSpec, call: Call, state: GroupState, outputs, store, op: str | None = None,
+               kind: Kind | None = None) -> tuple[ZipWork, Flight] | str:
+        """Launches a zipped call: (its Work, its flight), or returns the reason why not. ``store()``: fills the user's ``outputs`` from the
+        call's. ``op``: under whose name an overflow is counted, the call's own by default."""
+        launch = self._launch(spec, call, state) if kind is None else kind.launch
+        flight = launching.start(spec, call, launch, kind)
+        if isinstance(flight, str):
+            return flight
+        flight.outputs, flight.store, flight.op = outputs, store, op or call.op
+        pending = _pending(flight, state)
         state.add(pending)
-        return ZipWork(pending, state), started.raw_bytes, started.wire_bytes
-
-    @staticmethod
-    def _pending(call: Call, state: GroupState, launch: Launch, started: launching.Started, outputs=()) -> Pending:
-
-        def keep_tensors(step):
-            """``step``, which uses the user's tensors, perhaps on another stream than the one they were allocated on."""
-
-            def run(*args):
-                result = step(*args)
-                for t in (*call.inputs, *call.outputs, *outputs):
-                    streams.keep(t)
-                return result
-
-            return run
-
-        return Pending(words=started.words, status_work=started.status_work, payload_work=started.payload_work,
-                       finish=keep_tensors(started.finish), on_words=keep_tensors(started.on_words), release=launch.release,
-                       outputs=outputs, two_phases=started.two_phases, streams_of=state)
+        return ZipWork(pending, state), flight
 
     def _run_to_end(self, spec: CollectiveSpec, call: Call, state: GroupState) -> bool:
         """A zipped call that is not counted and leaves no trace in the capacities, for probes; False where it is none."""
-        launch = self._launch(spec, call, state, trial=True)
-        started = launching.start(spec, call, launch)
-        if isinstance(started, str):
+        flight = launching.start(spec, call, self._launch(spec, call, state, trial=True))
+        if isinstance(flight, str):
             return False
-        self._pending(call, state, launch, started).finish()
+        _pending(flight, state).finish()
         return True
+
+
+def _pending(flight: Flight, state: GroupState) -> Pending:
+    return Pending(words=flight.words, status_work=flight.words, payload_work=flight, finish=flight.finish,
+                   on_words=flight.on_words, release=flight.release, outputs=flight.outputs, two_phases=flight.two_phases, streams_of=state)
+
+
+def _simplified(call: Call):
+    """(the call as a sum over dense tensors, function that fills the user's tensors from its, or None)."""
+    inner, store = contiguous(call)
+    return as_sum(inner), store
+
+
+def _is_plain(tensors) -> bool:
+    """Contiguous, all of them."""
+    return tensors.is_contiguous() if isinstance(tensors, torch.Tensor) else all([t.is_contiguous() for t in tensors])

@@ -8,6 +8,10 @@ _objects: dict[tuple[int, int], torch.cuda.Stream] = {}
 _raw_current = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
+#: Whether what is queued on the current stream goes into a CUDA graph.
+is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+
+
 def current(device: torch.device) -> int | None:
     """The handle of the device's current stream."""
     return _raw_current(_index(device)) if device.type == "cuda" else None
@@ -36,6 +40,36 @@ def keep(t: torch.Tensor) -> None:
     """The memory of ``t`` is not used anew before what is queued on the current stream by now is done."""
     if t.is_cuda:
         t.record_stream(as_object(t.device, current(t.device)))
+
+
+class Mark:
+    """A point in what is queued on a stream; set again and again. Nothing on a CPU."""
+    __slots__ = ("_device", "_event", "stream")
+
+    def __init__(self, device: torch.device):
+        self._device, self.stream = device, None
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def set(self) -> None:
+        """Here, on the current stream."""
+        self.stream = current(self._device)
+        if self._event is not None:
+            self._event.record(as_object(self._device, self.stream))
+
+    def join(self) -> None:
+        """Makes the current stream wait for the point, if that is on another one."""
+        mine = current(self._device)
+        if mine != self.stream and self._event is not None:
+            as_object(self._device, mine).wait_event(self._event)
+
+    @property
+    def passed(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        """Blocks the host."""
+        if self._event is not None:
+            self._event.synchronize()
 
 
 class On:

@@ -22,36 +22,70 @@ def native_reduce_scatter(out: torch.Tensor, data: torch.Tensor, op, group: dist
     return _reduce_scatter(out, data, op=op, group=group, async_op=True)
 
 
-def all_gather_bytes(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Asynchronous all-gather of equal uint8 pieces on ``group``; ``own`` may be this rank's slice of ``out``.
+def direct(group: dist.ProcessGroup, device: torch.device):
+    """What carries out the group's calls on ``device``, for payloads that are ours: torch's functions around it cost 50 to 100 us of checks
+    and logging a call, the group's own methods still some for their way through the dispatcher. The group itself where there is none."""
+    try:
+        return group._get_backend(device)
+    except (AttributeError, RuntimeError):
+        return group
 
-    The group's own method: torch's function around it costs 50 to 100 us of checks and logging, for tensors that are ours.
-    """
+
+# ``group`` below: a process group, or what ``direct`` made of one.
+
+def all_gather_bytes(out: torch.Tensor, own: torch.Tensor, group) -> dist.Work:
+    """Asynchronous all-gather of equal uint8 pieces on ``group``; ``own`` may be this rank's slice of ``out``."""
     return group._allgather_base(out, own)
 
 
-def all_to_all_bytes(out: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Asynchronous all-to-all of equal uint8 pieces on ``group``."""
+def all_to_all_bytes(out: torch.Tensor, rows: torch.Tensor, group, pieces=None) -> dist.Work:
+    """Asynchronous all-to-all of equal uint8 pieces on ``group``. ``pieces``: from ``all_but``; then this rank's own piece stays as it is
+    (GPU), since NCCL would copy it, while the link waits for the same processors."""
+    if pieces is not None and out.is_cuda:
+        return group.alltoall(*pieces)
     return group.alltoall_base(out, rows, [], [])
 
 
-def broadcast_bytes(data: torch.Tensor, root: int, group: dist.ProcessGroup) -> dist.Work:
+def all_but(own: int, out: torch.Tensor, rows: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """``pieces`` for ``all_to_all_bytes``: the rows of both [world, n], that of rank ``own`` empty."""
+    return tuple([row[:0] if rank == own else row for rank, row in enumerate(t.unbind(0))] for t in (out, rows))
+
+
+def broadcast_bytes(data: torch.Tensor, root: int, group) -> dist.Work:
     """Asynchronous broadcast of uint8 ``data`` on ``group`` from rank ``root`` of the group."""
-    return dist.broadcast(data, group=group, async_op=True, group_src=root)
+    return group.broadcast([data], _from_root(root))
 
 
-def exchange_bytes(received: list[torch.Tensor], sent: list[torch.Tensor], group: dist.ProcessGroup) -> dist.Work:
-    """Asynchronous exchange on ``group``: ``sent[r]`` goes to rank r, ``received[r]`` comes from it; flat uint8 of any sizes.
+def _from_root(root: int, here: bool = False):
+    options = c10d.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    if here:
+        options.asyncOp = False
+    return options
+
+
+class Pieces(list):
+    """Flat uint8 tensors, one per rank, with what an exchange asks of them: ``whole``, the one tensor that they are consecutive parts of
+    (or None), and ``sizes``."""
+
+    def __init__(self, tensors):
+        super().__init__(tensors)
+        self.whole, self.sizes = adjoining(self), [t.numel() for t in self]
+
+
+def exchange_bytes(received: list[torch.Tensor], sent: list[torch.Tensor], group) -> dist.Work:
+    """Asynchronous exchange on ``group``: ``sent[r]`` goes to rank r, ``received[r]`` comes from it; flat uint8 of any sizes, ``Pieces``
+    or lists.
 
     Meets a native all_to_all_single that has the same bytes in every pair, also one with equal splits. Pieces that lie one after another
     in memory are not copied; others are on a CPU.
     """
-    whole_in, whole_out = adjoining(received), adjoining(sent)
+    received, sent = (t if isinstance(t, Pieces) else Pieces(t) for t in (received, sent))
+    whole_in, whole_out = received.whole, sent.whole
     if (whole_in is None or whole_out is None) and sent[0].is_cuda:
-        return dist.all_to_all(received, sent, group=group, async_op=True)
-    buffer = torch.empty(sum(t.numel() for t in received), dtype=torch.uint8, device=received[0].device) if whole_in is None else whole_in
-    work = dist.all_to_all_single(buffer, torch.cat(sent) if whole_out is None else whole_out, [t.numel() for t in received],
-                                  [t.numel() for t in sent], group=group, async_op=True)
+        return group.alltoall(received, sent)
+    buffer = torch.empty(sum(received.sizes), dtype=torch.uint8, device=received[0].device) if whole_in is None else whole_in
+    work = group.alltoall_base(buffer, torch.cat(sent) if whole_out is None else whole_out, received.sizes, sent.sizes)
     return work if whole_in is not None else _Unpacked(work, buffer, received)
 
 
@@ -122,7 +156,7 @@ class SideChannel:
             options = dist.ProcessGroupGloo._Options()
             options._devices, options._timeout = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)], _timeout(group, device)
             self._backend = dist.ProcessGroupGloo(store, rank, size, options)
-        self._size, self._tags, self._idle = size, {}, None
+        self._size, self._tags, self._idle, self._options = size, {}, None, {}
 
     def connect(self) -> None:
         """Connects all ranks now, which the first call does otherwise: before calls in which only some take part."""
@@ -140,13 +174,31 @@ class SideChannel:
 
     def broadcast(self, data: torch.Tensor, root: int) -> dist.Work:
         """Asynchronous, from rank ``root`` of the group."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
-        return self._backend.broadcast([data], options)
+        return self._backend.broadcast([data], _from_root(root))
 
-    def exchange_words(self, out: torch.Tensor, words: torch.Tensor, out_counts: list[int], counts: list[int]) -> dist.Work:
-        """Asynchronous: ``counts[r]`` of ``words`` go to rank r, ``out_counts[r]`` come from it."""
-        return self._backend.alltoall_base(out, words, out_counts, counts)
+    # Status words. On a GPU queued on the current stream itself, where that is possible: then there is no Work to wait for.
+
+    def gather_words(self, out: torch.Tensor, own: torch.Tensor) -> dist.Work | None:
+        return self._backend._allgather_base(out, own, self._here(c10d.AllgatherOptions))
+
+    def broadcast_word(self, word: torch.Tensor, root: int) -> dist.Work | None:
+        return self._backend.broadcast([word], _from_root(root, here=self._has_here))
+
+    def exchange_words(self, out: torch.Tensor, words: torch.Tensor, out_counts: list[int], counts: list[int]) -> dist.Work | None:
+        """``counts[r]`` of ``words`` go to rank r, ``out_counts[r]`` come from it."""
+        return self._backend.alltoall_base(out, words, out_counts, counts, self._here(c10d.AllToAllOptions))
+
+    @property
+    def _has_here(self) -> bool:
+        return self._device.type == "cuda" and hasattr(c10d.AllgatherOptions, "asyncOp")
+
+    def _here(self, kind):
+        options = self._options.get(kind)
+        if options is None:
+            options = self._options[kind] = kind()
+            if self._has_here:
+                options.asyncOp = False
+        return options
 
     def exchange_no_words(self, world_size: int) -> None:
         """Where other ranks exchange words and this one has none: NCCL leaves out pairs without words, gloo sends empty messages, so there

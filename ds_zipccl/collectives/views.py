@@ -17,9 +17,9 @@ def is_dense(t: torch.Tensor) -> bool:
 
 
 def contiguous(call: Call):
-    """(the call with dense tensors in place of others, function that fills the call's outputs from it). Copies only where it must."""
+    """(the call with dense tensors in place of others, None or a function that fills the call's outputs from it). Copies where it must."""
     if all(map(is_dense, (*call.inputs, *call.outputs))):
-        return call, lambda: None
+        return call, None
     copies = {}
 
     def dense(tensors, with_contents: bool):

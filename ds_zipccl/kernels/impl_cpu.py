@@ -11,6 +11,7 @@ import os
 import torch
 
 from ds_zipccl.errors import KernelError
+from ds_zipccl.kernels import ops
 from ds_zipccl.kernels.frame_errors import frame_error
 from ds_zipccl.kernels.geometry import Geometry
 from zipscape.errors import BuildError, describe
@@ -72,9 +73,52 @@ class CpuKernels:
                           out.data_ptr(), frames.shape[0], failure)
         self._raise_if(kind, failure, frames, g)
 
+    def bind_encode(self, frames: torch.Tensor, status: torch.Tensor, g: Geometry, skip: int, offset: int):
+        """See kernels/ops.py; the bound functions take addresses alone."""
+        function, geometry, first = self._functions["zipccl_cpu_encode"], _c_geometry(g), offset * g.itemsize
+        rest = (g.numel * g.itemsize, frames.data_ptr(), frames.stride(0), frames.shape[0], skip, status.data_ptr(), self._uncached_from)
+        isa, needed, num_threads = ISAS.index(self.isa), offset + frames.shape[0] * g.numel, torch.get_num_threads
+
+        def encode(x: torch.Tensor, buffers=(frames, status)) -> None:          # keeps the buffers
+            ops.enough(x, needed)
+            self._check(function(geometry, g.header, x.data_ptr() + first, *rest, num_threads(), isa), "zipccl_cpu_encode", g)
+
+        return encode
+
+    def bind_decode(self, frames: torch.Tensor, g: Geometry, skip: int, offset: int):
+        function, geometry, first = self._functions["zipccl_cpu_decode"], _c_geometry(g), offset * g.itemsize
+        place, rest = (frames.data_ptr(), frames.stride(0)), (g.numel * g.itemsize, frames.shape[0], skip)
+        isa, needed, num_threads = ISAS.index(self.isa), offset + frames.shape[0] * g.numel, torch.get_num_threads
+
+        def decode(out: torch.Tensor) -> None:
+            ops.enough(out, needed)
+            failure = (_I64 * 3)()
+            kind = function(geometry, g.header, *place, out.data_ptr() + first, *rest, failure, num_threads(), isa)
+            self._raise_if(self._check(kind, "zipccl_cpu_decode", g), failure, frames, g)
+
+        return decode
+
+    def bind_decode_reduce(self, frames: torch.Tensor, own_index: int, g: Geometry, offset: int):
+        function, geometry, first = self._functions["zipccl_cpu_decode_reduce"], _c_geometry(g), offset * g.itemsize
+        place, num_rows = (frames.data_ptr(), frames.stride(0)), frames.shape[0]
+        isa, needed, num_threads = ISAS.index(self.isa), offset + g.numel, torch.get_num_threads
+
+        def decode_reduce(x: torch.Tensor, out: torch.Tensor) -> None:
+            ops.enough(x, needed)
+            ops.enough(out, g.numel)
+            failure = (_I64 * 3)()
+            kind = function(geometry, g.header, *place, x.data_ptr() + first, own_index, out.data_ptr(), num_rows, failure,
+                            num_threads(), isa)
+            self._raise_if(self._check(kind, "zipccl_cpu_decode_reduce", g), failure, frames, g)
+
+        return decode_reduce
+
     def _call(self, name: str, g: Geometry, *arguments) -> int:
-        result = self._functions[name](_c_geometry(g), g.header, *arguments, torch.get_num_threads(),
-                                       ISAS.index(self.isa))
+        return self._check(self._functions[name](_c_geometry(g), g.header, *arguments, torch.get_num_threads(), ISAS.index(self.isa)),
+                           name, g)
+
+    @staticmethod
+    def _check(result: int, name: str, g: Geometry) -> int:
         if result == -1:
             raise MemoryError(describe(f"{name} could not allocate its working memory"))
         if result < 0:

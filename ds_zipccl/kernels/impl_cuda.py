@@ -15,6 +15,7 @@ import threading
 import torch
 
 from ds_zipccl.errors import FrameError
+from ds_zipccl.kernels import ops
 from ds_zipccl.kernels.cuda_calls import CudaCalls, workspace_words
 from ds_zipccl.kernels.geometry import Geometry
 from zipscape.errors import BuildError, describe
@@ -30,6 +31,7 @@ _KINDS = ("a frame header is not what this call expects, or marked as overflowed
           "a tile's spill lies outside its sub-pool")              # bits of the error word, csrc/zipccl/frame.cuh
 
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_current_device = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 _is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 
@@ -65,6 +67,7 @@ class _Device:
     def __init__(self, calls):
         self._base, self._num_words, self.errors = calls.prepare()
         self._used = 0
+        self.unread = self._take(1)           # errors of what is decoded early, perhaps from a frame that overflowed: nobody asks
         self._by_stream: dict[int, tuple[int, int]] = {}          # stream -> (address, words)
         self._kept: list[torch.Tensor] = []
         self._lock = threading.Lock()
@@ -159,6 +162,59 @@ class CudaKernels:
             frames = _aligned_like(frames).copy_(frames)
         self._calls.decode_reduce(g, frames.data_ptr(), frames.stride(0), frames.shape[0], own.data_ptr(), own_index, out.data_ptr(),
                                   self._device(index).errors, _current_stream(index))
+
+    def bind_encode(self, frames: torch.Tensor, status: torch.Tensor, g: Geometry, skip: int, offset: int):
+        """See kernels/ops.py: the bound functions take addresses alone, and look whether device and stream are as they were."""
+        if not _aligned(frames):
+            return lambda x: self.encode(ops.rows_of(x, offset, frames.shape[0], g), frames, status, g, skip)
+        index, num_rows, first, needed = frames.get_device(), frames.shape[0], offset * g.itemsize, offset + frames.shape[0] * g.numel
+        num_words, before, run = workspace_words(num_rows, g), (None, 0), self._calls.bind_encode(
+            g, g.numel * g.itemsize, frames.data_ptr(), frames.stride(0), num_rows, skip, status.data_ptr())
+
+        def encode(x: torch.Tensor, buffers=(frames, status)) -> None:          # keeps the buffers
+            nonlocal before
+            if index != _current_device():
+                with torch.cuda.device(index):
+                    return encode(x)
+            ops.enough(x, needed)
+            stream = _current_stream(index)
+            if stream != before[0] or _is_capturing():
+                before = stream, self._device(index).workspace(stream, num_words)
+            run(x.data_ptr() + first, before[1], stream)
+
+        return encode
+
+    def bind_decode(self, frames: torch.Tensor, g: Geometry, skip: int, offset: int):
+        if not _aligned(frames):
+            return lambda out: self.decode(frames, ops.rows_of(out, offset, frames.shape[0], g), g, skip)
+        index, num_rows, first, needed = frames.get_device(), frames.shape[0], offset * g.itemsize, offset + frames.shape[0] * g.numel
+        run = self._calls.bind_decode(g, frames.data_ptr(), frames.stride(0), g.numel * g.itemsize, num_rows, skip,
+                                      self._device(index).unread)
+
+        def decode(out: torch.Tensor, buffer=frames) -> None:
+            if index != _current_device():
+                with torch.cuda.device(index):
+                    return decode(out)
+            ops.enough(out, needed)
+            run(out.data_ptr() + first, _current_stream(index))
+
+        return decode
+
+    def bind_decode_reduce(self, frames: torch.Tensor, own_index: int, g: Geometry, offset: int):
+        if not _aligned(frames):
+            return lambda x, out: self.decode_reduce(frames, ops.rows_of(x, offset, 1, g)[0], own_index, ops.rows_of(out, 0, 1, g)[0], g)
+        index, first, needed = frames.get_device(), offset * g.itemsize, offset + g.numel
+        run = self._calls.bind_decode_reduce(g, frames.data_ptr(), frames.stride(0), frames.shape[0], own_index, self._device(index).unread)
+
+        def decode_reduce(x: torch.Tensor, out: torch.Tensor, buffer=frames) -> None:
+            if index != _current_device():
+                with torch.cuda.device(index):
+                    return decode_reduce(x, out)
+            ops.enough(x, needed)
+            ops.enough(out, g.numel)
+            run(x.data_ptr() + first, out.data_ptr(), _current_stream(index))
+
+        return decode_reduce
 
     def raise_on_error(self, device) -> None:
         """Waits for the current stream of ``device``; raises FrameError if a frame decoded there since the last call

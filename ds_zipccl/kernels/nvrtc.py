@@ -152,3 +152,14 @@ class NvrtcCalls:
         operation = "reduce2" if num_rows == 2 else "reduce"
         self._launch(operation, g, g.num_tiles * (_TILE_BLOCKS // _WARPS[operation]), 1, stream,
                      own, frames, out, 0, frame_stride, num_rows, own_index, errors, 0)
+
+    # See CudaCalls; here nothing is gained by it.
+
+    def bind_encode(self, g, row_stride, frames, frame_stride, num_rows, skip, status):
+        return lambda x, workspace, stream: self.encode(g, x, row_stride, frames, frame_stride, num_rows, skip, status, workspace, stream)
+
+    def bind_decode(self, g, frames, frame_stride, row_stride, num_rows, skip, errors):
+        return lambda out, stream: self.decode(g, frames, frame_stride, out, row_stride, num_rows, skip, errors, stream)
+
+    def bind_decode_reduce(self, g, frames, frame_stride, num_rows, own_index, errors):
+        return lambda own, out, stream: self.decode_reduce(g, frames, frame_stride, num_rows, own, own_index, out, errors, stream)

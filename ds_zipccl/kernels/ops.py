@@ -19,6 +19,10 @@ Shapes, for ``n = geometry.numel`` elements per frame and ``P`` pieces:
     ``own``.
 
 On a GPU everything is queued on the current stream and nothing waits for it; on a CPU the functions return when done.
+
+``bind_encode``, ``bind_decode``, ``bind_decode_reduce``: the same for calls that come again and again with the same frames. All but the
+tensors is checked and decided once; what comes back takes the rows as one dense tensor. A kernel set may bring its own, which then take
+addresses alone; for the others the plain functions are called with views.
 """
 from types import SimpleNamespace
 
@@ -29,6 +33,7 @@ from ds_zipccl.kernels.geometry import Geometry
 from zipscape.errors import describe
 
 FUNCTIONS = ("encode", "decode", "decode_reduce")
+BINDERS = ("bind_encode", "bind_decode", "bind_decode_reduce")
 _SETS: dict[str, SimpleNamespace] = {}
 
 
@@ -42,7 +47,8 @@ def register(name: str, functions, device_types: tuple[str, ...]) -> None:
     _SETS[name] = SimpleNamespace(name=name, device_types=device_types, raise_on_error=getattr(functions, "raise_on_error", None),
                                   built=getattr(functions, "isa", None) or getattr(functions, "built_by", None),
                                   levels=getattr(functions, "levels", (1,)),
-                                  **{f: getattr(functions, f) for f in FUNCTIONS})
+                                  **{f: getattr(functions, f) for f in FUNCTIONS},
+                                  **{f: getattr(functions, f, None) for f in BINDERS})
 
 
 def kernel_set(name: str) -> SimpleNamespace:
@@ -109,6 +115,48 @@ def decode_reduce(frames: torch.Tensor, own: torch.Tensor, own_index: int, out: 
         torch.ops.zipccl.decode_reduce(frames, own, own_index, out, _constants(g), kernels)
     else:
         chosen.decode_reduce(frames, own, own_index, out, g)
+
+
+def rows_of(x: torch.Tensor, offset: int, num_rows: int, g: Geometry) -> torch.Tensor:
+    """[num_rows, n] of a dense tensor: its elements in the order of memory, from ``offset`` on."""
+    return x.as_strided((num_rows, g.numel), (g.numel, 1), x.storage_offset() + offset)
+
+
+def enough(t: torch.Tensor, numel: int) -> None:
+    """What a bound function that takes addresses must know of a tensor."""
+    if t.numel() < numel:
+        raise KernelError(describe("a tensor is too small for the call it was given to", got=t.numel(), expected=f">= {numel} elements"))
+
+
+def bind_encode(frames: torch.Tensor, status: torch.Tensor, g: Geometry, skip: int = -1, offset: int = 0, *, kernels: str):
+    """A function of a dense tensor ``x``, which encodes the rows that begin at its element ``offset``."""
+    chosen, num_rows = _check(kernels, g, frames, status), frames.shape[0]
+    if frames.shape[1] < g.frame_bytes:
+        raise KernelError(describe("encode: frames are too small", got=tuple(frames.shape), expected=f"[P, >= {g.frame_bytes}]"))
+    if chosen.bind_encode is not None:
+        return chosen.bind_encode(frames, status, g, skip, offset)
+    return lambda x: chosen.encode(rows_of(x, offset, num_rows, g), frames, status, g, skip)
+
+
+def bind_decode(frames: torch.Tensor, g: Geometry, skip: int = -1, offset: int = 0, *, kernels: str):
+    """A function of a dense tensor ``out``, which fills the rows that begin at its element ``offset``."""
+    chosen, num_rows = _check(kernels, g, frames), frames.shape[0]
+    if frames.shape[1] < g.frame_bytes:
+        raise KernelError(describe("decode: frames are too small", got=tuple(frames.shape), expected=f"[P, >= {g.frame_bytes}]"))
+    if chosen.bind_decode is not None:
+        return chosen.bind_decode(frames, g, skip, offset)
+    return lambda out: chosen.decode(frames, rows_of(out, offset, num_rows, g), g, skip)
+
+
+def bind_decode_reduce(frames: torch.Tensor, own_index: int, g: Geometry, offset: int = 0, *, kernels: str):
+    """A function of two dense tensors: ``x``, at whose element ``offset`` the own row begins, and ``out`` [n]."""
+    chosen = _check(kernels, g, frames)
+    if frames.shape[1] < g.frame_bytes or not 0 <= own_index < frames.shape[0]:
+        raise KernelError(describe("decode_reduce: shapes do not match", got=(tuple(frames.shape), own_index),
+                                   expected=f"[P, >= {g.frame_bytes}], 0..P-1"))
+    if chosen.bind_decode_reduce is not None:
+        return chosen.bind_decode_reduce(frames, own_index, g, offset)
+    return lambda x, out: chosen.decode_reduce(frames, rows_of(x, offset, 1, g)[0], own_index, rows_of(out, 0, 1, g)[0], g)
 
 
 # The same three as torch operators: what torch.compile sees in place of pointers and threads.

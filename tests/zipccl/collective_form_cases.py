@@ -393,8 +393,8 @@ def case_corrupt_part_of_an_all_reduce_fails_on_all_ranks(rank, world):
         return
     original = transport.all_to_all_bytes
 
-    def corrupting(out, rows, group):
-        work = original(out, rows, group)
+    def corrupting(out, rows, group, *more):
+        work = original(out, rows, group, *more)
         work.wait()
         if rank == 1:
             out.fill_(7)
@@ -432,7 +432,7 @@ def case_flipped_bits_in_either_phase_of_an_all_reduce_are_seen(rank, world):
             if phase == "sums":
                 bulk.all_gather = lambda out, own, gather=bulk.all_gather: flipped(gather(out, own), out)
             else:
-                all_reduce.all_to_all_bytes = lambda out, rows, group: flipped(original(out, rows, group), out)
+                all_reduce.all_to_all_bytes = lambda out, rows, group, *more: flipped(original(out, rows, group, *more), out)
             try:
                 assert carry_out(live, "all_reduce", data, data)
             finally:

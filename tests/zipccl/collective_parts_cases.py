@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.collectives import parts, reduce_scatter_uneven, transport
+from ds_zipccl.collectives import parts, reduce_scatter_uneven
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.errors import FrameError
 from ds_zipccl.kernels.rank_order import sum_in_order
@@ -67,14 +67,14 @@ def case_uneven_bits(rank, world):
 
 
 def case_uneven_bytes_are_those_that_are_sent(rank, world):
-    sent, original = [], transport.dist.all_to_all_single
+    sent, original = [], reduce_scatter_uneven.exchange_bytes
 
-    def counting(out, data, out_splits, in_splits, **kwargs):
-        sent.append(sum(n for r, n in enumerate(in_splits) if r != rank))
-        return original(out, data, out_splits, in_splits, **kwargs)
+    def counting(received, pieces, group):
+        sent.append(sum(piece.numel() for r, piece in enumerate(pieces) if r != rank))
+        return original(received, pieces, group)
 
     with runtime() as live:
-        transport.dist.all_to_all_single = counting
+        reduce_scatter_uneven.exchange_bytes = counting
         try:
             for sizes in layouts(world):
                 before, data = live.stats.snapshot().get(UNEVEN, {"wire_bytes": 0, "raw_bytes": 0}), gaussian(sum(sizes), seed=rank)
@@ -84,7 +84,7 @@ def case_uneven_bytes_are_those_that_are_sent(rank, world):
                 assert row["raw_bytes"] - before["raw_bytes"] == 2 * (sum(sizes) - sizes[rank]) == SPEC.raw_bytes(call)
                 assert row["wire_bytes"] - before["wire_bytes"] == sent[-1] + 4 * (world - 1) == SPEC.wire_bytes(call), sizes
         finally:
-            transport.dist.all_to_all_single = original
+            reduce_scatter_uneven.exchange_bytes = original
         assert len(sent) == 6
 
 

@@ -8,6 +8,7 @@ from ds_zipccl.codec import window
 from ds_zipccl.codec.codec import Codec
 from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.collectives import capacity, windows
+from ds_zipccl.kernels import ops
 from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits
 from tests.zipccl.collective_helpers import AG, RS, carry_out, gathered, rank_order_sum, runtime
@@ -23,7 +24,7 @@ def scaled(size: int, seed: int, sigma: float) -> torch.Tensor:
 @contextlib.contextmanager
 def watched():
     """Lists, filled while inside: the given windows of the frames that are encoded, and the windows that are measured."""
-    encode, measure, given, measured = Codec.encode, window.measured_lo, [], []
+    encode, encoder, measure, given, measured = Codec.encode, Codec.encoder, window.measured_lo, [], []
 
     def spy(self, rows, frames, status, skip=-1):
         encode(self, rows, frames, status, skip)
@@ -33,11 +34,14 @@ def watched():
         measured.append(measure(x))
         return measured[-1]
 
-    Codec.encode, windows.measured_lo = spy, spy_on_measure
+    def bound_to_spy(self, frames, status, skip=-1, offset=0):
+        return lambda x: self.encode(ops.rows_of(x, offset, frames.shape[0], self.geometry), frames, status, skip)
+
+    Codec.encode, Codec.encoder, windows.measured_lo = spy, bound_to_spy, spy_on_measure
     try:
         yield given, measured
     finally:
-        Codec.encode, windows.measured_lo = encode, measure
+        Codec.encode, Codec.encoder, windows.measured_lo = encode, encoder, measure
 
 
 def check_gather(live, data, world, where):

@@ -7,6 +7,7 @@ from tests.helpers.ranks import assert_ok, case_names
 MODULES = {"tests.zipccl.collective_cases": (2, 3, 4), "tests.zipccl.collective_fault_cases": (2, 3, 4),
            "tests.zipccl.collective_form_cases": (2, 3, 4), "tests.zipccl.collective_pair_cases": (2, 3, 4, 5),
            "tests.zipccl.collective_window_cases": (2, 3, 4), "tests.zipccl.collective_level_cases": (2, 3),
+           "tests.zipccl.collective_repeat_cases": (2, 3, 5),
            "tests.zipccl.collective_check_cases": (2, 3), "tests.zipccl.collective_order_cases": (2, 3),
            "tests.zipccl.collective_deepspeed_cases": (2, 3), "tests.zipccl.collective_parts_cases": (2, 3, 4)}
 

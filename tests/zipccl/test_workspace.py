@@ -24,10 +24,10 @@ def test_never_more_idle_than_the_bound():
     for pages in (1, 2, 3, 1, 2, 5, 4, 1):
         for buffer in [workspace.take(pages * PAGE_BYTES, CPU) for _ in range(3)]:
             workspace.give(buffer)
-            held = sum(b.numel() for stack in workspace._free.values() for b in stack)
+            held = sum(b.numel() for stack in workspace._idle.values() for b in stack)
             assert held == workspace.held_bytes <= 4 * PAGE_BYTES
     workspace.clear()
-    assert workspace.held_bytes == 0 and not workspace._free
+    assert workspace.held_bytes == 0 and not workspace._idle
 
 
 def test_sizes_out_of_use_make_room():

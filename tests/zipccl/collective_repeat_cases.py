@@ -1,0 +1,264 @@
+"""Cases run on every rank by test_collectives.py: what is made ready for one call serves the next of its kind (collectives/launch.py)."""
+import contextlib
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl.collectives import launch as launching
+from ds_zipccl.collectives import streams
+from ds_zipccl.collectives.registry import Call, specs
+from ds_zipccl.errors import FrameError
+from ds_zipccl.kernels import loader, ops
+from tests.helpers.bits import assert_same_bits, gaussian, random_bits
+from tests.zipccl.collective_form_cases import everyones_sum
+from tests.zipccl.collective_helpers import AG, RS, begin, gathered, rank_order_sum, runtime
+
+OPS = tuple(specs(internal=True))
+BF16 = torch.bfloat16
+
+
+def call_and_result(op, rank, world, row, seed, noise=False, group=None):
+    """A call with new tensors, and what its outputs must become, from torch's own collectives and the documented sum."""
+    numel = row if op in (AG, "all_gather") else world * row - (op == "all_reduce")
+    data = random_bits(numel, seed=seed + rank) if noise and rank == world - 1 else gaussian(numel, seed=1000 * rank + seed)
+    data = torch.where(data.isfinite(), data, torch.ones_like(data))        # the sum of a NaN is another matter
+    group, root, output, sent = group or dist.group.WORLD, None, None, data
+    if op in (AG, "all_gather"):
+        result, output = gathered(data, world), torch.empty(world * row, dtype=BF16)
+    elif op in (RS, "reduce_scatter", "reduce_scatter_uneven"):
+        result, output = rank_order_sum(data, rank, world), torch.empty(row, dtype=BF16)
+    elif op in ("all_to_all_single", "all_to_all"):
+        result, output = gathered(data, world).view(world, world, row)[:, rank].reshape(-1), torch.empty_like(data)
+    elif op == "all_reduce":
+        result, output = everyones_sum(data, world), data
+    else:
+        result, output, root = gathered(data, world).view(world, -1)[-1].clone(), data, world - 1
+    if op in ("all_gather", "all_to_all"):
+        output = output.split(row)
+    if op in ("reduce_scatter", "reduce_scatter_uneven", "all_to_all"):
+        sent = data.split(row)
+    return Call(op, output, sent, group, root=root), result
+
+
+def check(call, ours, result, where):
+    """A reduction that went native beyond two ranks is another sum."""
+    if ours or not specs(internal=True)[call.op].reduces or call.world_size == 2:
+        assert_same_bits(torch.cat([t.view(-1) for t in call.outputs]), result, where)
+
+
+def begin_ours(live, call):
+    """A call as ``begin`` carries it out, also of an internal form."""
+    if call.op in specs():
+        return begin(live, call)
+    work = live.run(call)
+    return (specs(internal=True)[call.op].native(call), False) if work is None else (work, True)
+
+
+@contextlib.contextmanager
+def counted():
+    """A list that grows with every flight that is made."""
+    made, original = [], launching.Flight.__init__
+
+    def counting(self, *args):
+        made.append(type(self).__name__)
+        original(self, *args)
+
+    launching.Flight.__init__ = counting
+    try:
+        yield made
+    finally:
+        launching.Flight.__init__ = original
+
+
+def repeat(live, rank, world, made):
+    """Calls of all forms with new data in each, two sizes in turns, three in flight and waited for in an order of the rank's own; one
+    overflows in the middle, after which the next has more room. Says how many flights the second half made."""
+    for turn in range(12):
+        flying = []
+        for i, op in enumerate(OPS):
+            noise = turn == 4 and i % 3 == 0
+            call, result = call_and_result(op, rank, world, (3000, 5000)[(turn + i) % 2], 50 * turn + i, noise)
+            flying.append((*begin_ours(live, call), call, result))
+            if len(flying) == 3:
+                for work, ours, call, result in reversed(flying) if (rank + turn) % 2 else flying:
+                    work.wait()
+                    check(call, ours, result, f"{call.op}, turn {turn}")
+                flying = []
+        for work, ours, call, result in flying:
+            work.wait()
+            check(call, ours, result, f"{call.op}, turn {turn}")
+        if turn == 7:
+            before = len(made)
+    return len(made) - before
+
+
+def case_repeated_calls(rank, world):
+    with runtime() as live, counted() as made:
+        assert repeat(live, rank, world, made) <= 2 * 12, made          # lists of all_to_all are made anew for each call
+        stats = live.stats.snapshot()
+        assert sum(row["overflows"] for row in stats.values()) >= 2
+        assert all(stats[op]["calls_zipped"] >= 6 for op in OPS), stats
+        assert made.count("_Gather") <= 8 and made.count("_Broadcast") <= 4, made
+
+
+def case_repeated_calls_with_little_memory(rank, world):
+    """What is idle stays within the bound; what was used last is what stays."""
+    with runtime(max_workspace_bytes=1 << 20) as live, counted() as made:
+        repeat(live, rank, world, made)
+        for turn in range(4):
+            for row in (3000, 20000):
+                call, result = call_and_result(AG, rank, world, row, turn)
+                work, ours = begin(live, call)
+                work.wait()
+                check(call, ours, result, row)
+                assert live.workspace.held_bytes <= 1 << 20
+        held = sum(item.num_bytes if isinstance(item, launching.Flight) else item.numel()
+                   for stack in live.workspace._idle.values() for item in stack)
+        assert held == live.workspace.held_bytes > 0
+        before = len(made)
+        for turn in range(3):
+            call, result = call_and_result(AG, rank, world, 20000, turn)
+            begin(live, call)[0].wait()
+            assert_same_bits(call.output, result, "again")
+        assert len(made) == before
+
+
+def case_filled_early(rank, world):
+    """As on a GPU: the output is filled before the status words are known, and again after an overflow. (Here with kernels that do not
+    raise for a frame that overflowed, as CUDA's.)"""
+    original, chosen = launching.Launch.__init__, ops.kernel_set(loader.resolve("best", "cpu"))
+
+    def quiet(name):
+        def run(*args):
+            with contextlib.suppress(FrameError):
+                return getattr(chosen, name)(*args)
+        return run
+
+    def bind(name):
+        def binder(*args):
+            bound = getattr(chosen, f"bind_{name}")(*args)
+
+            def run(*tensors):
+                with contextlib.suppress(FrameError):
+                    bound(*tensors)
+            return run
+        return binder
+
+    class Quiet:
+        encode, bind_encode, decode, decode_reduce = chosen.encode, chosen.bind_encode, quiet("decode"), quiet("decode_reduce")
+        bind_decode, bind_decode_reduce = bind("decode"), bind("decode_reduce")
+
+    def early(self, **fields):
+        original(self, **fields)
+        self.may_be_early = True
+
+    if torch.get_default_device().type == "cuda":
+        return
+    ops.register("quiet", vars_of(Quiet), ("cpu",))
+    known, loader.load = loader.load, lambda name: None if name == "quiet" else known(name)
+    launching.Launch.__init__ = early
+    try:
+        with runtime() as live, counted() as made:
+            live.kernels = {"cpu": "quiet"}
+            repeat(live, rank, world, made)
+            assert sum(row["overflows"] for row in live.stats.snapshot().values()) >= 2
+            flights = [item for stack in live.workspace._idle.values() for item in stack if isinstance(item, launching.Flight)]
+            assert flights and all(flight.is_early or type(flight).__name__ == "_Reduction" for flight in flights)
+            in_place = torch.empty(world * 3000, dtype=BF16)
+            data = gaussian(world * 3000, seed=rank)
+            in_place.copy_(data)
+            work, _ = begin(live, Call(RS, in_place.view(world, -1)[rank], in_place, dist.group.WORLD))
+            work.wait()
+            assert_same_bits(in_place.view(world, -1)[rank], rank_order_sum(data, rank, world), "in place")
+    finally:
+        launching.Launch.__init__, loader.load = original, known
+
+
+def vars_of(functions):
+    class Plain:
+        pass
+
+    for name in ("encode", "decode", "decode_reduce", "bind_encode", "bind_decode", "bind_decode_reduce"):
+        setattr(Plain, name, staticmethod(vars(functions)[name]))
+    return Plain
+
+
+def case_every_stream_has_its_own(rank, world):
+    """Streams by name: calls of one kind on two streams never share what is in flight or idle; one that ended on a third comes back to its
+    own stream, which first waits for the end."""
+    now, marks, made, current = ["a"], [], [], streams.current
+
+    class Mark(streams.Mark):
+        __slots__ = ()
+
+        def set(self):
+            self.stream = now[0]
+
+        def join(self):
+            if self.stream not in (None, now[0]):
+                marks.append((now[0], self.stream))
+
+    mark, join = streams.Mark, streams.join
+    streams.current, streams.Mark, streams.join = (lambda device: now[0]), Mark, lambda device, other: None
+    try:
+        with runtime() as live, counted() as made:
+            for turn in range(6):
+                now[0] = "ab"[turn % 2]
+                call, result = call_and_result(AG, rank, world, 4000, turn)
+                work, _ = begin(live, call)
+                if turn == 4:
+                    now[0] = "c"
+                work.wait()
+                assert_same_bits(call.output, result, turn)
+            assert len(made) == 2 and {key[1] for key, stack in live.workspace._idle.items() if stack and len(key[-1]) == 1} == {"a", "b"}
+            marks.clear()
+            now[0] = "a"
+            call, result = call_and_result(AG, rank, world, 4000, 99)
+            begin(live, call)[0].wait()
+            assert_same_bits(call.output, result, "after")
+            assert len(made) == 2 and ("a", "c") in marks, (made, marks)
+    finally:
+        streams.current, streams.Mark, streams.join = current, mark, join
+
+
+def case_kinds_are_told_apart(rank, world):
+    """Calls that differ in one thing only, after one of each has been made ready."""
+    with runtime() as live:
+        for turn in range(3):
+            data = gaussian(world * 3000, seed=turn + 10 * rank)
+            for root in range(world):
+                tensor = data.clone()
+                begin(live, Call("broadcast", tensor, tensor, dist.group.WORLD, root=root))[0].wait()
+                assert_same_bits(tensor, gathered(data, world).view(world, -1)[root], f"root {root}")
+            whole = torch.empty(world, world * 3000, dtype=BF16)
+            whole[rank] = data
+            begin(live, Call(AG, whole, whole[rank], dist.group.WORLD))[0].wait()
+            assert_same_bits(whole.view(-1), gathered(data, world), "in place")
+            apart = torch.empty(world * 3000, world, dtype=BF16).t()         # as many elements, not in one piece
+            begin(live, Call(AG, apart, data, dist.group.WORLD))[0].wait()
+            assert_same_bits(apart.reshape(-1), gathered(data, world), "strided output")
+            strided = torch.stack([data, data], 1)[:, 0]
+            out = torch.empty(world * data.numel(), dtype=BF16)
+            begin(live, Call(AG, out, strided, dist.group.WORLD))[0].wait()
+            assert_same_bits(out, gathered(data, world), "strided input")
+            for reduce_op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, None):
+                out = torch.empty(3000, dtype=BF16)
+                work, ours = begin(live, Call(RS, out, data, dist.group.WORLD, reduce_op))
+                work.wait()
+                scale = 1 / world if reduce_op == dist.ReduceOp.AVG else 1.0
+                assert not ours or torch.equal(out, rank_order_sum(data * scale, rank, world)), reduce_op
+
+
+def case_a_group_takes_its_calls_with_it(rank, world):
+    """After its end nothing that was made ready for it is kept; another group of the same ranks starts anew."""
+    with runtime() as live, counted() as made:
+        for turn in range(2):
+            group = dist.new_group(list(range(world)))
+            for _ in range(2):
+                call, result = call_and_result(AG, rank, world, 3000, turn, group=group)
+                begin(live, call)[0].wait()
+                assert_same_bits(call.output, result, turn)
+            assert len(made) == turn + 1 and live.workspace.held_bytes > 0
+            live.close(group)
+            assert live.workspace.held_bytes == 0 and not live._kinds
+            dist.destroy_process_group(group)

@@ -36,7 +36,10 @@ struct Ops {
         target static int64_t above(const Select& c, int64_t start, int64_t num, uint32_t digit, Noted* noted, int64_t room) {           \
             return choose_above(c, start, num, digit, noted, room);                                                                      \
         }                                                                                                                                \
-        static constexpr Ops kOps{enter, track, owner, dense, {keys, count, above}};                                                     \
+        target static void choose(const uint32_t* keys, int64_t num, uint32_t last, int64_t wanted, uint8_t* chosen) {                   \
+            choose_from(keys, num, last, wanted, chosen);                                                                                \
+        }                                                                                                                                \
+        static constexpr Ops kOps{enter, track, owner, dense, {keys, count, above, choose}};                                             \
     };
 
 enum Isa : int32_t { kScalar = 0, kAvx2 = 1, kAvx512 = 2 };

@@ -11,6 +11,7 @@ template <bool kDecay>
 SCAPE_INLINE void owner_piece(const Owner& c, int64_t begin, int64_t end) {
     float w[kOwnerBlock], m[kOwnerBlock], decay[kOwnerBlock];
     float kept[kOwnerBlock], taken[kOwnerBlock], moved[kOwnerBlock], gradient_moved[kOwnerBlock], steps[kOwnerBlock];
+    int32_t ages[kOwnerBlock], counted[kOwnerBlock];
     const int32_t oldest = static_cast<int32_t>(c.num_tables - 1), last_decay = static_cast<int32_t>(c.num_decay - 1);
     for (int64_t start = begin; start < end; start += kOwnerBlock) {
         const int64_t num = std::min<int64_t>(kOwnerBlock, end - start);
@@ -18,16 +19,19 @@ SCAPE_INLINE void owner_piece(const Owner& c, int64_t begin, int64_t end) {
             const int64_t at = c.index ? c.index[start + i] : start + i;
             w[i] = c.weight[at];
             m[i] = c.momentum[at];
-            const int32_t age = c.step - c.last_sync[at];
-            const int32_t counted = c.catch_up ? std::min(age, oldest) : 1;
+            ages[i] = c.step - c.last_sync[at];
             c.last_sync[at] = c.step;
-            kept[i] = c.kept[counted];
-            taken[i] = c.taken[counted];
-            moved[i] = c.moved[counted];
-            gradient_moved[i] = c.gradient_moved[counted];
-            steps[i] = static_cast<float>(counted);
-            if (kDecay) decay[i] = c.decay[std::min(age, last_decay)];
         }
+        for (int64_t i = 0; i < num; ++i) counted[i] = c.catch_up ? std::min(ages[i], oldest) : 1;
+        for (int64_t i = 0; i < num; ++i) {
+            kept[i] = c.kept[counted[i]];
+            taken[i] = c.taken[counted[i]];
+            moved[i] = c.moved[counted[i]];
+            gradient_moved[i] = c.gradient_moved[counted[i]];
+            steps[i] = static_cast<float>(counted[i]);
+        }
+        if (kDecay)
+            for (int64_t i = 0; i < num; ++i) decay[i] = c.decay[std::min(ages[i], last_decay)];
         const float* const mean = c.mean + start;
         for (int64_t i = 0; i < num; ++i)
             catch_up<kDecay>(w[i], m[i], mean[i], Coefficients{kept[i], taken[i], moved[i], gradient_moved[i], steps[i]},

@@ -1,6 +1,7 @@
 // Exactly k per segment, without a tensor of scores: keys (rule.h) are computed where they are looked at. Digit by digit, from the top, the
-// histogram of the keys that are still in question says which digit the k-th largest has; the first digit is counted over everything, then
-// only few keys are left, which a second pass notes down. Equal keys: by lowest index.
+// histogram of the keys that are still in question says which digit the k-th largest has. A segment that fits into a cache is read once, by
+// one thread. Of a larger one the first digit is counted over everything, by all threads; then only few keys are left, which a second pass
+// notes down. Equal keys: by lowest index.
 #pragma once
 
 #include <atomic>
@@ -13,7 +14,7 @@
 namespace scape {
 
 enum : int64_t {
-    kPiece = 1 << 18,       // elements of a piece of work; a segment of up to this many is selected by one thread at once
+    kPiece = 1 << 18,       // elements of a piece of work, and of a segment that is selected at once
     kMaxNoted = kPiece / 8  // keys that a piece notes down; where more are left they are computed again
 };
 
@@ -71,12 +72,46 @@ SCAPE_INLINE int64_t choose_above(const Select& c, int64_t start, int64_t num, u
     return found;
 }
 
+// chosen = 1 where keys are above `last`, and for the first `wanted` that are equal to it; else 0.
+SCAPE_INLINE void choose_from(const uint32_t* keys, int64_t num, uint32_t last, int64_t wanted, uint8_t* chosen) {
+    for (int64_t i = 0; i < num; ++i) chosen[i] = keys[i] > last;
+    for (int64_t i = 0; wanted && i < num; ++i)
+        if (keys[i] == last) chosen[i] = 1, --wanted;
+}
+
 // What the best instruction set does; a table of it for each (cpu_ops.cpp).
 struct SelectOps {
     void (*keys_of)(const Select&, int64_t, int64_t, uint32_t*);
     void (*count_keys)(const Select&, int64_t, int64_t, uint32_t*);
     int64_t (*choose_above)(const Select&, int64_t, int64_t, uint32_t, Noted*, int64_t);
+    void (*choose_from)(const uint32_t*, int64_t, uint32_t, int64_t, uint8_t*);
 };
+
+// A segment of up to kPiece elements. space: twice as many.
+inline void select_at_once(const Select& c, const SelectOps& ops, int64_t start, int64_t num, int64_t wanted, uint32_t* space) {
+    uint32_t* const keys = space;
+    uint32_t* const left = space + num;
+    ops.keys_of(c, start, num, keys);
+    const uint32_t* from = keys;
+    int64_t num_left = num;
+    uint32_t last = 0;
+    for (const int shift : {21, 10, 0}) {
+        uint32_t histogram[2048] = {};
+        const uint32_t mask = shift ? 2047 : 1023;
+        for (int64_t i = 0; i < num_left; ++i) ++histogram[from[i] >> shift & mask];
+        uint32_t digit = mask;
+        for (; histogram[digit] < wanted; --digit) wanted -= histogram[digit];
+        last |= digit << shift;
+        int64_t kept = 0;
+        for (int64_t i = 0; i < num_left; ++i) {
+            const uint32_t key = from[i];
+            left[kept] = key;
+            kept += (key >> shift & mask) == digit;
+        }
+        from = left, num_left = kept;
+    }
+    ops.choose_from(keys, num, last, wanted, c.chosen + start);
+}
 
 // A segment whose coordinates have to be chosen, and how far that is: the keys in question are those with the digits of `prefix`, `wanted`
 // of them are to be taken.
@@ -145,13 +180,19 @@ struct Space {
 inline void select(const Select& c, const SelectOps& ops, const int64_t* segments, int64_t num_segments, int32_t num_threads) {
     std::vector<Search> searches;
     std::vector<Piece> pieces;
-    int64_t covered = 0, num_searched = 0;
+    std::vector<const int64_t*> small;
+    int64_t covered = 0, num_searched = 0, num_small = 0;
     for (int64_t s = 0; s < num_segments; ++s) {
         const int64_t start = segments[3 * s], stop = segments[3 * s + 1], count = segments[3 * s + 2];
         std::memset(c.chosen + covered, 0, static_cast<size_t>(start - covered));
         covered = stop;
         if (!count || count == stop - start) {
             std::memset(c.chosen + start, count != 0, static_cast<size_t>(stop - start));
+            continue;
+        }
+        if (stop - start <= kPiece) {
+            small.push_back(segments + 3 * s);
+            num_small += stop - start;
             continue;
         }
         Search search{start, stop, count, 0, nullptr};
@@ -162,6 +203,13 @@ inline void select(const Select& c, const SelectOps& ops, const int64_t* segment
         num_searched += stop - start;
     }
     std::memset(c.chosen + covered, 0, static_cast<size_t>(c.num - covered));
+
+    zipscape::parallel_for<std::unique_ptr<uint32_t[]>>(
+        static_cast<int64_t>(small.size()), 12 * num_small, num_threads, [&](std::unique_ptr<uint32_t[]>& space, int64_t i) {
+            if (!space) space.reset(new uint32_t[2 * kPiece]);
+            select_at_once(c, ops, small[i][0], small[i][1] - small[i][0], small[i][2], space.get());
+        });
+    if (pieces.empty()) return;
 
     const auto over_pieces = [&](int64_t bytes, const auto& work) {
         zipscape::parallel_for<Space>(static_cast<int64_t>(pieces.size()), bytes, num_threads, [&](Space& space, int64_t i) {

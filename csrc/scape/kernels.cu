@@ -75,14 +75,14 @@ int scape_cuda_select(const Select* c, const Scratch* s, i64 num_searches, const
         SCAPE_LAUNCH(choose_kernel, grid, kSelectThreads, stream, *c, *s, again != 0);
         SCAPE_LAUNCH(settle_first_kernel, num_searches, kWarp, stream, *s, again != 0);
     }
+    const i64 lanes = ceil_div(s->num_tiles, kThreads);
     for (int digit = 1; digit < kDigits; ++digit) {
-        SCAPE_LAUNCH(digit_kernel, grid, kSelectThreads, stream, *c, *s, digit);
+        SCAPE_LAUNCH(digit_kernel, lanes, kThreads, stream, *c, *s, digit);
         SCAPE_LAUNCH(settle_kernel, num_searches, kSelectThreads, stream, *s, digit);
     }
-    const i64 all = ceil_div(s->num_tiles, kSelectWarps);
-    SCAPE_LAUNCH(equal_kernel, all, kSelectThreads, stream, *c, *s);
+    SCAPE_LAUNCH(equal_kernel, lanes, kThreads, stream, *c, *s);
     SCAPE_LAUNCH(rank_kernel, num_searches, kSelectThreads, stream, *s);
-    SCAPE_LAUNCH(finish_kernel, all, kSelectThreads, stream, *c, *s);
+    SCAPE_LAUNCH(finish_kernel, lanes, kThreads, stream, *c, *s);
     return last_error();
 }
 

@@ -50,15 +50,16 @@ struct Scratch {
 
 __device__ __forceinline__ bool is_sampled(const Search& s) { return s.numel >= (i64)kSampleFrom && !s.again; }
 
-// Calls visit(is valid, key, place in the tile), as a warp, for every `step`-th line of 32 elements of a tile.
-template <u32 kAhead = 8, class Visit>
-__device__ __forceinline__ void tile_keys(const Select& c, const Tile& tile, u32 first, u32 step, const Visit& visit) {
-    for (u32 line = first; line * kWarp < (u32)tile.num; line += kAhead * step) {
+// Calls visit(is valid, key, place in the tile), as a warp, for the elements of a tile in order.
+template <class Visit>
+__device__ __forceinline__ void tile_keys(const Select& c, const Tile& tile, const Visit& visit) {
+    constexpr u32 kAhead = 8;
+    for (u32 line = 0; line * kWarp < (u32)tile.num; line += kAhead) {
         float r[kAhead], q[kAhead];
         int last[kAhead];
 #pragma unroll
         for (u32 j = 0; j < kAhead; ++j) {
-            const u32 at = (line + j * step) * kWarp + lane_id();
+            const u32 at = (line + j) * kWarp + lane_id();
             r[j] = q[j] = 0.0f, last[j] = 0;
             if (at >= (u32)tile.num) continue;
             r[j] = c.rank_by[tile.start + at];
@@ -67,37 +68,59 @@ __device__ __forceinline__ void tile_keys(const Select& c, const Tile& tile, u32
         }
 #pragma unroll
         for (u32 j = 0; j < kAhead; ++j) {
-            const u32 at = (line + j * step) * kWarp + lane_id();
+            const u32 at = (line + j) * kWarp + lane_id();
             const float score = c.square ? residual_score(r[j], q[j]) : r[j];
             visit(at < (u32)tile.num, sort_key(score, c.step - last[j] >= c.max_age), at);
         }
     }
 }
 
-// The same for what is still in question: keys inside the bracket whose digits down to bit `shift` are the prefix's (kWholeBracket: all of
-// them). In order of places.
-constexpr int kWholeBracket = -1;
-template <class Visit>
-__device__ __forceinline__ void keys_in_question(const Select& c, const Scratch& s, i64 t, const Search& search, int shift,
-                                                 const Visit& visit) {
-    const u32 num = s.num_notes[t];
-    const auto is_asked = [&](u32 key) {
-        return shift == kWholeBracket ? key >> kLowBits >= search.lo && key >> kLowBits <= search.hi : key >> shift == search.prefix >> shift;
-    };
-    if (num > kMaxNotes) {
-        tile_keys(c, s.tiles[t], 0, 1, [&](bool valid, u32 key, u32 at) { visit(valid && is_asked(key), key, at); });
-        return;
+// What a lane that has a tile of its own works with in the later steps.
+struct Lane {
+    i64 t;
+    Tile tile;
+    const Search* search;
+    u32 num;        // of its notes; 0 where there is no tile, or none in question
+
+    __device__ __forceinline__ Lane(const Scratch& s, i64 t_) : t(t_), search(s.searches), num(0) {
+        if (t >= s.num_tiles) return;
+        tile = s.tiles[t];
+        search = s.searches + tile.search;
+        num = s.num_notes[t];
     }
-    for (u32 base = 0; base < num; base += kWarp) {
-        const u32 i = base + lane_id();
-        const u32 note = i < num ? s.notes[t * kMaxNotes + i] : 0;
-        const u32 key = ((note >> kLowBits & (kBracket - 1)) + search.lo) << kLowBits | (note & kLowMask);
-        visit(i < num && is_asked(key), key, note >> 22);
+    __device__ __forceinline__ bool is_noted() const { return num <= kMaxNotes; }
+
+    // visit(key, place) for every key that the tile noted, in order of places.
+    template <class Visit>
+    __device__ __forceinline__ void each_note(const Scratch& s, const Visit& visit) const {
+        const uint4* const row = (const uint4*)(s.notes + t * kMaxNotes);
+        const u32 lo = search->lo;
+        for (u32 i = 0; i < num; i += 4) {
+            const uint4 four = row[i / 4];
+            const u32 notes[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (u32 j = 0; j < 4; ++j)
+                if (i + j < num) visit(((notes[j] >> kLowBits & (kBracket - 1)) + lo) << kLowBits | (notes[j] & kLowMask), notes[j] >> 22);
+        }
+    }
+};
+
+// Calls work(tile, search, its lane) as a warp for each of the warp's tiles that could not note all its keys.
+template <class Work>
+__device__ __forceinline__ void each_full_tile(const Scratch& s, const Lane& own, const Work& work) {
+    for (u32 full = __ballot_sync(kAllLanes, !own.is_noted()); full; full &= full - 1) {
+        const u32 lane = (u32)__ffs((int)full) - 1;
+        const Tile tile = s.tiles[own.t - lane_id() + lane];
+        work(tile, s.searches[tile.search], lane);
     }
 }
 
-// Runs work(tile's number, search, histogram) over this CTA's share of all tiles, a warp for each tile, and adds the CTA's histogram of
-// `size` counts, from `first(search)` on, to the search's. Searches for which skip(search) holds are left out.
+__device__ __forceinline__ bool in_bracket(const Search& search, u32 key) {
+    return key >> kLowBits >= search.lo && key >> kLowBits <= search.hi;
+}
+
+// Runs work(first tile, end, search) over this CTA's share of all tiles, search after search, and adds the CTA's histogram of `size` counts
+// to the search's, then flush(search's number). Searches for which skip(search) holds are left out.
 template <class Skip, class Work, class Flush>
 __device__ __forceinline__ void over_tiles(const Scratch& s, u32* histogram, u32 size, const Skip& skip, const Work& work, const Flush& flush) {
     i64 t = s.num_tiles * blockIdx.x / gridDim.x;
@@ -109,7 +132,7 @@ __device__ __forceinline__ void over_tiles(const Scratch& s, u32* histogram, u32
         const i64 last = search.first_tile + search.num_tiles, stop = last < end ? last : end;
         if (!skip(search)) {
             __syncthreads();
-            for (i64 tile = t + warp_id(); tile < stop; tile += kSelectWarps) work(tile, search);
+            work(t, stop, search);
             __syncthreads();
             u32* const target = s.histograms + (i64)number * digit_size(0);
             for (u32 d = threadIdx.x; d < size; d += kSelectThreads) {
@@ -125,17 +148,48 @@ __device__ __forceinline__ void over_tiles(const Scratch& s, u32* histogram, u32
 // Takes part of the searches that have to be done again only, or of all.
 __device__ __forceinline__ bool is_skipped(const Search& search, bool again) { return again && !search.again; }
 
+// The keys of every 16th line of a search's elements, another one in every tile, eight lines at a time.
+template <class Visit>
+__device__ __forceinline__ void sampled_keys(const Select& c, const Search& search, i64 start, i64 line, const Visit& visit) {
+    constexpr u32 kAhead = 8, kLines = kTileElems / kWarp / kSampleStep;        // sampled lines of a tile
+    float r[kAhead], q[kAhead];
+    int last[kAhead];
+#pragma unroll
+    for (u32 j = 0; j < kAhead; ++j) {
+        const i64 tile = (line + j) / kLines, place = tile % kSampleStep + (line + j) % kLines * kSampleStep;
+        const i64 at = tile * kTileElems + place * kWarp + lane_id();
+        r[j] = q[j] = 0.0f, last[j] = -1;
+        if (at >= search.numel) continue;
+        r[j] = c.rank_by[start + at];
+        last[j] = c.last_sync[start + at];
+        if (c.square) q[j] = c.square[start + at];
+    }
+#pragma unroll
+    for (u32 j = 0; j < kAhead; ++j)
+        visit(last[j] >= 0, sort_key(c.square ? residual_score(r[j], q[j]) : r[j], c.step - last[j] >= c.max_age));
+}
+
 __global__ void __launch_bounds__(kSelectThreads, 2) sample_kernel(const Select c, const Scratch s, bool again) {
     __shared__ u32 histogram[8192];
+    constexpr u32 kLines = kTileElems / kWarp / kSampleStep, kTiles = 8 / kLines;
+    const auto count = [&](bool valid, u32 key) {
+        if (valid) atomicAdd(&histogram[key >> kLowBits], 1u);
+    };
     over_tiles(s, histogram, 8192, [&](const Search& search) { return is_skipped(search, again); },
-               [&](i64 t, const Search& search) {
-                   const auto count = [&](bool valid, u32 key, u32) {
-                       if (valid) atomicAdd(&histogram[key >> kLowBits], 1u);
-                   };
-                   if (is_sampled(search))
-                       tile_keys<2>(c, s.tiles[t], (u32)(t % kSampleStep), kSampleStep, count);
-                   else
-                       tile_keys(c, s.tiles[t], 0, 1, count);
+               [&](i64 t, i64 stop, const Search& search) {
+                   if (is_sampled(search)) {
+                       const i64 start = s.tiles[search.first_tile].start, first = t - search.first_tile;
+                       for (i64 tile = warp_id() * kTiles; tile < stop - t; tile += kSelectWarps * kTiles) {
+                           const i64 left = stop - t - tile;
+                           u32 j = 0;
+                           sampled_keys(c, search, start, (first + tile) * kLines, [&](bool valid, u32 key) {
+                               count(valid && (i64)(j++ / kLines) < left, key);
+                           });
+                       }
+                       return;
+                   }
+                   for (i64 tile = t + warp_id(); tile < stop; tile += kSelectWarps)
+                       tile_keys(c, s.tiles[tile], [&](bool valid, u32 key, u32) { count(valid, key); });
                },
                [](int) {});
 }
@@ -191,26 +245,28 @@ __global__ void __launch_bounds__(kSelectThreads, 2) choose_kernel(const Select 
     __shared__ u32 above;
     if (threadIdx.x == 0) above = 0;
     over_tiles(s, histogram, kBracket, [&](const Search& search) { return is_skipped(search, again); },
-               [&](i64 t, const Search& search) {
-                   const Tile tile = s.tiles[t];
-                   u32 num = 0, chosen_above = 0;
-                   tile_keys(c, tile, 0, 1, [&](bool valid, u32 key, u32 at) {
-                       const u32 digit = key >> kLowBits, place = digit - search.lo;
-                       const bool is_above = digit > search.hi, is_inside = valid && digit >= search.lo && !is_above;
-                       if (valid) c.chosen[tile.start + at] = is_above;
-                       chosen_above += valid && is_above;
-                       const u32 inside = __ballot_sync(kAllLanes, is_inside);
-                       if (is_inside) {
-                           const u32 i = num + __popc(inside & ((1u << lane_id()) - 1));
-                           if (i < kMaxNotes) s.notes[t * kMaxNotes + i] = at << 22 | place << kLowBits | (key & kLowMask);
-                           atomicAdd(&histogram[place], 1u);
+               [&](i64 first, i64 stop, const Search& search) {
+                   for (i64 t = first + warp_id(); t < stop; t += kSelectWarps) {
+                       const Tile tile = s.tiles[t];
+                       u32 num = 0, chosen_above = 0;
+                       tile_keys(c, tile, [&](bool valid, u32 key, u32 at) {
+                           const u32 digit = key >> kLowBits, place = digit - search.lo;
+                           const bool is_above = valid && digit > search.hi, is_inside = valid && in_bracket(search, key);
+                           if (valid) c.chosen[tile.start + at] = is_above;
+                           chosen_above += is_above;
+                           const u32 inside = __ballot_sync(kAllLanes, is_inside);
+                           if (is_inside) {
+                               const u32 i = num + __popc(inside & ((1u << lane_id()) - 1));
+                               if (i < kMaxNotes) s.notes[t * kMaxNotes + i] = at << 22 | place << kLowBits | (key & kLowMask);
+                               atomicAdd(&histogram[place], 1u);
+                           }
+                           num += __popc(inside);
+                       });
+                       chosen_above = __reduce_add_sync(kAllLanes, chosen_above);
+                       if (lane_id() == 0) {
+                           s.num_notes[t] = num;
+                           if (chosen_above) atomicAdd(&above, chosen_above);
                        }
-                       num += __popc(inside);
-                   });
-                   chosen_above = __reduce_add_sync(kAllLanes, chosen_above);
-                   if (lane_id() == 0) {
-                       s.num_notes[t] = num;
-                       if (chosen_above) atomicAdd(&above, chosen_above);
                    }
                },
                [&](int number) {
@@ -237,16 +293,32 @@ __global__ void __launch_bounds__(kSelectThreads) settle_first_kernel(const Scra
     for (u32 place = 0; place < kBracket; ++place) histogram[place] = 0;
 }
 
-// The histogram of the second or third digit (1, 2).
-__global__ void __launch_bounds__(kSelectThreads, 2) digit_kernel(const Select c, const Scratch s, int digit) {
-    __shared__ u32 histogram[1024];
-    over_tiles(s, histogram, digit_size(digit), [](const Search&) { return false; },
-               [&](i64 t, const Search& search) {
-                   keys_in_question(c, s, t, search, digit_shift(digit - 1), [&](bool asked, u32 key, u32) {
-                       if (asked) atomicAdd(&histogram[key >> digit_shift(digit) & (digit_size(digit) - 1)], 1u);
-                   });
-               },
-               [](int) {});
+// The histogram of the second or third digit (1, 2). In the later steps every lane has a tile.
+__global__ void __launch_bounds__(kThreads) digit_kernel(const Select c, const Scratch s, int digit) {
+    const Lane own(s, (i64)blockIdx.x * kThreads + threadIdx.x);
+    const int shift = digit_shift(digit), settled = digit_shift(digit - 1);
+    const u32 size = digit_size(digit);
+    const auto histogram_of = [&](const Search& search) { return s.histograms + (&search - s.searches) * (i64)digit_size(0); };
+    if (own.is_noted()) {
+        u32* const histogram = histogram_of(*own.search);
+        const u32 prefix = own.search->prefix;
+        own.each_note(s, [&](u32 key, u32) {
+            if (key >> settled == prefix >> settled) atomicAdd(&histogram[key >> shift & (size - 1)], 1u);
+        });
+    }
+    each_full_tile(s, own, [&](const Tile& tile, const Search& search, u32) {
+        u32* const histogram = s.histograms + (i64)tile.search * digit_size(0);
+        tile_keys(c, tile, [&](bool valid, u32 key, u32) {
+            const bool asked = valid && key >> settled == search.prefix >> settled;
+            const u32 mine = key >> shift & (size - 1), askers = __ballot_sync(kAllLanes, asked);
+            if (!askers) return;
+            // Most often all are the same: then one lane counts for all.
+            const u32 leader = (u32)__ffs((int)askers) - 1, common = __shfl_sync(kAllLanes, mine, leader);
+            const u32 same = __ballot_sync(kAllLanes, asked && mine == common);
+            if (lane_id() == leader) atomicAdd(&histogram[common], (u32)__popc(same));
+            if (asked && mine != common) atomicAdd(&histogram[mine], 1u);
+        });
+    });
 }
 
 __global__ void __launch_bounds__(kSelectThreads) settle_kernel(const Scratch s, int digit) {
@@ -263,14 +335,20 @@ __global__ void __launch_bounds__(kSelectThreads) settle_kernel(const Scratch s,
 }
 
 // How many keys of every tile are the last one; not needed where all of them are taken.
-__global__ void __launch_bounds__(kSelectThreads) equal_kernel(const Select c, const Scratch s) {
-    const i64 t = (i64)blockIdx.x * kSelectWarps + warp_id();
-    if (t >= s.num_tiles) return;
-    const Search& search = s.searches[s.tiles[t].search];
-    if (search.equal == search.wanted) return;
+__global__ void __launch_bounds__(kThreads) equal_kernel(const Select c, const Scratch s) {
+    Lane own(s, (i64)blockIdx.x * kThreads + threadIdx.x);
+    if (own.search->equal == own.search->wanted) own.num = 0;
     u32 num = 0;
-    keys_in_question(c, s, t, search, 0, [&](bool asked, u32, u32) { num += __popc(__ballot_sync(kAllLanes, asked)); });
-    if (lane_id() == 0) s.num_equal[t] = num;
+    if (own.is_noted()) {
+        const u32 last = own.search->prefix;
+        own.each_note(s, [&](u32 key, u32) { num += key == last; });
+    }
+    each_full_tile(s, own, [&](const Tile& tile, const Search& search, u32 lane) {
+        u32 equal = 0;
+        tile_keys(c, tile, [&](bool valid, u32 key, u32) { equal += __popc(__ballot_sync(kAllLanes, valid && key == search.prefix)); });
+        if (lane_id() == lane) num = equal;
+    });
+    if (own.t < s.num_tiles) s.num_equal[own.t] = num;
 }
 
 // Turns them into how many there are in the tiles before; a CTA for each search.
@@ -289,20 +367,26 @@ __global__ void __launch_bounds__(kSelectThreads) rank_kernel(const Scratch s) {
     }
 }
 
-__global__ void __launch_bounds__(kSelectThreads) finish_kernel(const Select c, const Scratch s) {
-    const i64 t = (i64)blockIdx.x * kSelectWarps + warp_id();
-    if (t >= s.num_tiles) return;
-    const Tile tile = s.tiles[t];
-    const Search& search = s.searches[tile.search];
-    const u32 last = search.prefix;
-    const i64 wanted = search.wanted;
-    const bool all = search.equal == wanted;
-    u32 before = all ? 0 : s.num_equal[t];
-    keys_in_question(c, s, t, search, kWholeBracket, [&](bool asked, u32 key, u32 at) {
-        const u32 equal = __ballot_sync(kAllLanes, asked && key == last);
-        const u32 rank = before + __popc(equal & ((1u << lane_id()) - 1));
-        if (asked && (key > last || (key == last && (all || rank < wanted)))) c.chosen[tile.start + at] = 1;
-        before += __popc(equal);
+__global__ void __launch_bounds__(kThreads) finish_kernel(const Select c, const Scratch s) {
+    const Lane own(s, (i64)blockIdx.x * kThreads + threadIdx.x);
+    if (own.is_noted()) {
+        const u32 last = own.search->prefix;
+        i64 left = own.search->wanted;
+        if (own.num && own.search->equal != left) left -= s.num_equal[own.t];       // of the tiles before
+        own.each_note(s, [&](u32 key, u32 at) {
+            if (key > last || (key == last && left-- > 0)) c.chosen[own.tile.start + at] = 1;
+        });
+    }
+    each_full_tile(s, own, [&](const Tile& tile, const Search& search, u32 lane) {
+        const bool all = search.equal == search.wanted;
+        u32 before = all ? 0 : s.num_equal[own.t - lane_id() + lane];
+        tile_keys(c, tile, [&](bool valid, u32 key, u32 at) {
+            const u32 equal = __ballot_sync(kAllLanes, valid && key == search.prefix);
+            const u32 rank = before + __popc(equal & ((1u << lane_id()) - 1));
+            if (valid && in_bracket(search, key) && (key > search.prefix || (key == search.prefix && (all || rank < search.wanted))))
+                c.chosen[tile.start + at] = 1;
+            before += __popc(equal);
+        });
     });
 }
 

@@ -16,10 +16,6 @@ __global__ void __launch_bounds__(kThreads) enter_kernel(const Enter c) {
     __shared__ i64 range[2];
     const i64 start = (i64)blockIdx.x * kTile, left = c.num - start;
     const u32 num = left < (i64)kTile ? (u32)left : kTile;
-    if (c.index && warp_id() < 2) {
-        const i64 found = first_not_below(c.index, c.num_index, c.first + start + (warp_id() ? num : 0));
-        if (lane_id() == 0) range[warp_id()] = found;
-    }
     float r[kPerThread], g[kPerThread];
 #pragma unroll
     for (u32 j = 0; j < kPerThread; ++j) {
@@ -28,6 +24,11 @@ __global__ void __launch_bounds__(kThreads) enter_kernel(const Enter c) {
         if (i >= num) continue;
         r[j] = c.residual[start + i];
         if (kHasGradient) g[j] = load_float(c.gradient, start + i, c.gradient_dtype);
+    }
+    // While those are on their way.
+    if (c.index && warp_id() < 2) {
+        const i64 found = first_not_below(c.index, c.num_index, c.first + start + (warp_id() ? num : 0));
+        if (lane_id() == 0) range[warp_id()] = found;
     }
     if (kHasGradient) {
 #pragma unroll

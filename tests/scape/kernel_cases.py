@@ -1,5 +1,7 @@
 """Inputs for SCAPE's kernels with every awkward feature, and the comparison of a kernel set with the reference: bits, and nothing written
 beside what is asked for."""
+import os
+
 import torch
 
 from ds_scape.kernels import impl_reference as reference
@@ -8,6 +10,8 @@ from tests.helpers.bits import as_ints
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SENTINEL = 0x5A
+#: Where the kernels work; what goes in is made on the host, the same on every device.
+DEVICE = os.environ.get("ZIPSCAPE_TEST_DEVICE", "cpu")
 
 
 def rng(seed):
@@ -52,7 +56,7 @@ class Guarded:
         if t is None:
             return None
         size = t.element_size()
-        whole = torch.full(((t.numel() + self._offset + 7) * size,), SENTINEL, dtype=torch.uint8).view(t.dtype)
+        whole = torch.full(((t.numel() + self._offset + 7) * size,), SENTINEL, dtype=torch.uint8, device=DEVICE).view(t.dtype)
         view = whole[self._offset:self._offset + t.numel()]
         view.copy_(t)
         self._kept.append((whole.view(torch.uint8), self._offset * size, (self._offset + t.numel()) * size))
@@ -66,6 +70,7 @@ class Guarded:
 def assert_same(got, expected, where):
     """The same bits, and NaN where there is NaN: its payload is open."""
     assert got.dtype == expected.dtype and got.shape == expected.shape, f"{where}: {got.dtype} {tuple(got.shape)}, {tuple(expected.shape)}"
+    got, expected = got.cpu(), expected.cpu()
     a, b = as_ints(got).clone(), as_ints(expected).clone()
     if got.is_floating_point():
         both = torch.isnan(got).view(-1) & torch.isnan(expected).view(-1)
@@ -127,13 +132,13 @@ def check_owner(kernels, n, *, share=0.1, out_dtype=BF16, decay=True, catch_up=T
     make = spread if specials else plain
     index = None if share is None else chosen(n, share, seed)
     num = n if index is None else len(index)
-    by_age = tables.age_tables(max_age, 0.9, dtype=FP32, device="cpu")
+    by_age = tables.age_tables(max_age, 0.9, dtype=FP32, device=DEVICE)
     products = None
     if decay:
         products = tables.initial_decay(max_age + 21)
         for step in range(100):
             products = tables.advance_decay(products, 1 - 0.001 * (step % 7))
-        products = products.float()
+        products = products.to(DEVICE, FP32)
     tensors = {"weight": make(n, seed), "momentum": make(n, seed + 1), "mean_value": make(num, seed + 2), "index": index,
                "last_sync": torch.randint(0, 100, (n,), generator=rng(seed), dtype=torch.int32), "out": torch.zeros(num, dtype=out_dtype)}
     compare(kernels, "owner_step", tensors, lambda f, weight, momentum, mean_value, index, last_sync, out: f(
@@ -156,7 +161,7 @@ def check_masks(kernels, sizes, share, dense, encoding, seed=0):
     free = mask & ~reference._ranges(dense, n, mask.device)
     max_ones = int(free.sum()) + 5
     compare(kernels, "pack_mask", {"mask": mask}, lambda f, mask: f(mask, dense, encoding, max_ones))
-    message = reference.pack_mask(mask, dense, encoding, max_ones)
+    message = reference.pack_mask(mask.to(DEVICE), dense, encoding, max_ones)
     counts = tuple(int(part.sum()) for part in mask.split(sizes))
     guard = Guarded(1)
     positions, found = kernels.unpack_mask(guard.copy(message), n, dense, encoding, tuple(sizes), counts)

@@ -5,9 +5,8 @@ import subprocess
 import pytest
 import torch
 
-from ds_scape.kernels import c_structs, cuda_plans, impl_cpu
+from ds_scape.kernels import c_structs, cuda_plans, impl_cpu, impl_cuda
 from ds_scape.kernels import impl_reference as reference
-from ds_scape.kernels.impl_cuda import CudaKernels
 from ds_scape.sync.partition import Segment
 from tests.scape import kernel_cases as cases
 from tests.scape.kernel_cases import BF16, FP16, FP32
@@ -33,10 +32,12 @@ def emulated_library(tmp_path_factory) -> ctypes.CDLL:
     return ctypes.CDLL(str(target))
 
 
-@pytest.fixture(scope="module", params=[*impl_cpu.ISAS, "cuda"])
+@pytest.fixture(scope="module", params=[*impl_cpu.ISAS, "cuda"] if cases.DEVICE == "cpu" else ["cuda"])
 def kernels(request):
+    if cases.DEVICE == "cuda":
+        return impl_cuda.load()
     if request.param == "cuda":
-        return CudaKernels(request.getfixturevalue("emulated_library"), "emulated", emulated=3)
+        return impl_cuda.CudaKernels(request.getfixturevalue("emulated_library"), "emulated", emulated=3)
     return _cpu(request.param)
 
 
@@ -135,7 +136,7 @@ def test_masks(kernels, encoding, share):
 def test_corrupt_masks_are_found_as_by_the_reference(kernels):
     n, mask = 150_000, torch.rand(150_000, generator=cases.rng(1)) < 0.02
     count = int(mask.sum())
-    message = reference.pack_mask(mask, (), "indices", count)
+    message = reference.pack_mask(mask.to(cases.DEVICE), (), "indices", count)
     for place in (*range(12), 12, 13, 500, message.numel() - 1):
         for flip in (1, 0x80):
             broken = message.clone()

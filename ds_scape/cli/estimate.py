@@ -36,8 +36,8 @@ LEFT_OUT = (
     "Steps of the dense warm-up, and the first one: they send as much as dense ZeRO with a reduce-scatter.",
     "Quality: whether the loss is good enough at this density, or after how many steps, is not part of it.",
 )
-OFFLOAD_LEFT_OUT = ("Offload: the residual's two ways over the host link count in full, though copies run beside the arithmetic of the "
-                    "pieces.")
+OFFLOAD_LEFT_OUT = ("Offload: its whole passage counts as exposed, both directions of the host link at once; the first pieces really "
+                    "come in behind the backward pass, and the last go back behind the next forward pass. Two buffers are counted.")
 
 
 def add_arguments(parser) -> None:
@@ -52,7 +52,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--values-dtype", choices=tuple(VALUE_BYTES), default="bf16", help="gradient values on the wire (default bf16)")
     parser.add_argument("--offload", action="store_true", help="residuals in host memory")
     parser.add_argument("--host-link", type=float, default=20.0, metavar="GB/S",
-                        help="between device and host, with --offload, one way at a time (default 20)")
+                        help="between device and host in each direction, with --offload (default 20)")
     parser.add_argument("--json", metavar="FILE", help="also write the rows here")
 
 
@@ -130,7 +130,7 @@ def _row(what: str, density: float | None, sent: dict, memory: dict, args) -> di
         seconds = {kind: num / (args.link * 1e9) for kind, num in sent.items()}
         # What can run beside it hides a transfer only as long as it lasts.
         hidden = min(args.step_time, seconds["mask"] if density else args.overlap * seconds["values"])
-        offload = 2 * memory["host"] / (args.host_link * 1e9)
+        offload = memory["host"] / (args.host_link * 1e9)
         row["exposed_s"] = sum(seconds.values()) - hidden + offload
         row["step_s"] = args.step_time + row["exposed_s"]
     return row

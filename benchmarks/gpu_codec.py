@@ -1,9 +1,10 @@
 """The codec on one GPU: exactness first, then speed against the copy floor, all in one run.
 
     python benchmarks/gpu_codec.py [--json FILE] [--quick] [--impls cuda,triton] [--part exact|tiny|speed|ratio|all]
-        [--levels 1,2] [--nvcomp FOLDER]
+        [--levels 1,2] [--nvcomp FOLDER] [--apart]
 
 Speed is GPU time from CUDA-graph replay over rotating buffers that together exceed the L2 cache. GB/s = 1e9 uncompressed bytes a second.
+The CUDA kernels of one call overlap the end of the call before it, as in any stream of our own calls; --apart: what a call costs without.
 The floor of a call is (bytes it must read + bytes it must write) / copy speed at that size, the better of two copies of this run.
 """
 import argparse
@@ -353,6 +354,7 @@ def main() -> int:
     parser.add_argument("--nvcomp", nargs="?", const="", help="measure nvCOMP's ANS too: the installed one, or that of a folder that has "
                                                               "include/ and lib64/")
     parser.add_argument("--impls", default="cuda")
+    parser.add_argument("--apart", action="store_true", help="CUDA kernels wait for the end of the call before, as behind others' kernels")
     parser.add_argument("--levels", default="1,2", help="compression levels, where an implementation has them")
     parser.add_argument("--part", default="all", choices=("exact", "tiny", "speed", "ratio", "all"))
     args = parser.parse_args()
@@ -362,6 +364,8 @@ def main() -> int:
     for name in args.impls.split(","):
         loader.resolve(name, "cuda")
         impls[name] = ops.kernel_set(name)
+        if args.apart and name == "cuda":
+            impls[name]._calls.allow_overlap(False)
     levels = tuple(int(level) for level in args.levels.split(","))
     wrong = exactness(impls, args.quick, levels) if args.part in ("exact", "all") else 0
     save(args.json, impls)

@@ -50,6 +50,45 @@ __device__ __forceinline__ void store_message(u64* p, u64 value) {
 }
 #endif
 
+// First thing in a kernel whose launch may overlap the one before it on its stream (sm_90; launched without that attribute, it does nothing):
+// the next kernel may start as soon as all CTAs of this one have, and this one waits until all before it is done and seen. Every thread calls
+// it, before it reads or writes anything: this kernel is done only when its threads are, so the next one waits for those before it, too.
+__device__ __forceinline__ void begin_in_turn() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// ---- a barrier in shared memory, for one use, that threads arrive at and wait for apart: what is written before the `count` arrivals is seen
+// after the wait. Between barrier_init and the rest: __syncthreads.
+#ifdef ZIPSCAPE_EMULATE
+__device__ __forceinline__ void barrier_init(u64* barrier, u32 count) { *barrier = count; }
+__device__ __forceinline__ void barrier_arrive(u64* barrier) { --*barrier; }
+__device__ __forceinline__ void barrier_wait(const u64* barrier) {
+    while (*(const volatile u64*)barrier) emulate::yield();
+}
+#else
+__device__ __forceinline__ void barrier_init(u64* barrier, u32 count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"((u32)__cvta_generic_to_shared(barrier)), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+    const u32 at = (u32)__cvta_generic_to_shared(barrier);
+    asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared.b64 state, [%0];\n\t}" ::"r"(at) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(const u64* barrier) {
+#if __CUDA_ARCH__ >= 900
+#define ZIPSCAPE_TRY_WAIT "mbarrier.try_wait.parity.shared.b64"        // sleeps for a while
+#else
+#define ZIPSCAPE_TRY_WAIT "mbarrier.test_wait.parity.shared.b64"
+#endif
+    u32 done;
+    do {
+        asm volatile("{\n\t.reg .pred p;\n\t" ZIPSCAPE_TRY_WAIT " p, [%1], 0;\n\tselp.u32 %0, 1, 0, p;\n\t}"
+                     : "=r"(done) : "r"((u32)__cvta_generic_to_shared(barrier)) : "memory");
+    } while (!done);
+}
+#endif
+
 // ---- copies to shared memory that need no registers on the way: a thread sees its own ones after wait_copies
 
 __device__ __forceinline__ void copy_16_async(void* shared, const void* global) {

@@ -43,30 +43,47 @@ __device__ u32 zipccl_errors[1];
 
 #ifndef __CUDACC_RTC__
 
+// Whether kernels can start before the one before them on their stream has ended (begin_in_turn), and whether they may: not while somebody
+// measures without.
+static bool can_overlap = true, may_overlap = true;
+
 #ifdef ZIPSCAPE_EMULATE
 typedef void* cudaStream_t;
-#define ZIPCCL_LAUNCH(kernel, grid, warps, shared, stream, call) emulate::launch(grid, (warps) * 32, [&] { kernel(call); })
-static int last_error() { return 0; }
+static int launch(void (*kernel)(Call), dim3 grid, u32 warps, u32, cudaStream_t, const Call& call) {
+    emulate::launch(grid, warps * 32, [&] { kernel(call); });
+    return 0;
+}
 template <class T>
 static int address_of(void** p, T& symbol) { *p = &symbol; return 0; }
 static int allow_shared(void (*)(Call), u32) { return 0; }
+static int look_at_code() { return 0; }
 #else
-#define ZIPCCL_LAUNCH(kernel, grid, warps, shared, stream, call) kernel<<<grid, (warps) * 32, shared, stream>>>(call)
-static int last_error() { return (int)cudaGetLastError(); }
+static int launch(void (*kernel)(Call), dim3 grid, u32 warps, u32 shared, cudaStream_t stream, const Call& call) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid, config.blockDim = dim3(warps * 32), config.dynamicSmemBytes = shared, config.stream = stream;
+    config.attrs = &attribute, config.numAttrs = can_overlap && may_overlap ? 1 : 0;
+    return (int)cudaLaunchKernelEx(&config, kernel, call);
+}
 template <class T>
 static int address_of(void** p, T& symbol) { return (int)cudaGetSymbolAddress(p, symbol); }
 static int allow_shared(void (*kernel)(Call), u32 bytes) {
     return (int)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
 }
+static int look_at_code() {
+    cudaFuncAttributes attributes;
+    const int code = (int)cudaFuncGetAttributes(&attributes, zipccl_encode_bf16);
+    can_overlap = can_overlap && !code && attributes.ptxVersion >= 90;         // code for less, also on a newer device, would not wait
+    return code;
+}
 #endif
 
-#define ZIPCCL_LAUNCH_DTYPE(operation, grid, warps, shared, stream, call)                                        \
-    switch (call.g.level == 2 ? 0 : call.g.dtype_code) {                                                         \
-        case 0: ZIPCCL_LAUNCH(zipccl_##operation##_bf16_level2, grid, warps, shared, stream, call); break;       \
-        case Bf16::kCode: ZIPCCL_LAUNCH(zipccl_##operation##_bf16, grid, warps, shared, stream, call); break;    \
-        case Fp16::kCode: ZIPCCL_LAUNCH(zipccl_##operation##_fp16, grid, warps, shared, stream, call); break;    \
-        default: ZIPCCL_LAUNCH(zipccl_##operation##_fp32, grid, warps, shared, stream, call); break;             \
-    }
+// The kernel of an operation for a call's dtype and level.
+#define ZIPCCL_KERNEL_OF(operation, g)                                                                                   \
+    ((g).level == 2 ? zipccl_##operation##_bf16_level2 : (g).dtype_code == Bf16::kCode ? zipccl_##operation##_bf16       \
+     : (g).dtype_code == Fp16::kCode ? zipccl_##operation##_fp16 : zipccl_##operation##_fp32)
 
 // `geometry`: the integers of ZipcclGeometry, then the 128 header bytes; host memory, read before return.
 static Call make_call(const void* geometry, const void* x, i64 row_stride, void* frames, i64 frame_stride, i64 num_rows, i64 skip,
@@ -85,11 +102,15 @@ extern "C" {
 // Words of 8 bytes that encode needs, zeroed once by the caller and owned by one stream.
 i64 zipccl_cuda_workspace_words(i64 num_rows, i64 num_tiles) { return workspace_words(num_rows, num_tiles); }
 
+// For measurements: what a call costs whose head does not overlap the tail of the call before it. They may overlap unless told otherwise.
+void zipccl_cuda_allow_overlap(int allowed) { may_overlap = allowed != 0; }
+
 // Once for each device, before anything else: lets the encode kernels have their shared memory. Gives the device addresses of
 // zipccl_workspaces (and its number of words) and zipccl_errors.
 int zipccl_cuda_prepare(void** workspaces, i64* num_words, void** errors) {
     *num_words = sizeof zipccl_workspaces / sizeof(u64);
-    int code = address_of(workspaces, zipccl_workspaces);
+    int code = look_at_code();
+    if (!code) code = address_of(workspaces, zipccl_workspaces);
     if (!code) code = address_of(errors, zipccl_errors);
     if (!code) code = allow_shared(zipccl_encode_bf16, EncodeLevel1<Bf16>::kShared);
     if (!code) code = allow_shared(zipccl_encode_fp16, EncodeLevel1<Fp16>::kShared);
@@ -118,8 +139,7 @@ int zipccl_cuda_encode(const void* geometry, const void* x, i64 row_stride, void
     if (!grid.y) return 0;
     const bool level2 = c.g.level == 2;
     const u32 shared = level2 ? EncodeLevel2::kShared : c.g.itemsize == 4 ? EncodeLevel1<Fp32>::kShared : EncodeLevel1<Bf16>::kShared;
-    ZIPCCL_LAUNCH_DTYPE(encode, grid, level2 ? EncodeLevel2::kWarps : kEncodeWarps, shared, stream, c)
-    return last_error();
+    return launch(ZIPCCL_KERNEL_OF(encode, c.g), grid, level2 ? EncodeLevel2::kWarps : kEncodeWarps, shared, stream, c);
 }
 
 // ops.decode: errors: [1], kinds of corruption are ORed in.
@@ -128,8 +148,7 @@ int zipccl_cuda_decode(const void* geometry, const void* frames, i64 frame_strid
     const Call c = make_call(geometry, 0, row_stride, (void*)frames, frame_stride, num_rows, skip, out, errors, 0);
     const dim3 grid((u32)(c.g.num_tiles ? c.g.num_tiles * (32 / kDecodeWarps) : 1), (u32)(num_rows - (skip >= 0)));
     if (!grid.y) return 0;
-    ZIPCCL_LAUNCH_DTYPE(decode, grid, kDecodeWarps, 0, stream, c)
-    return last_error();
+    return launch(ZIPCCL_KERNEL_OF(decode, c.g), grid, kDecodeWarps, 0, stream, c);
 }
 
 // ops.decode_reduce: row own_index comes from `own`. out may be own.
@@ -137,12 +156,9 @@ int zipccl_cuda_decode_reduce(const void* geometry, const void* frames, i64 fram
                               void* out, void* errors, cudaStream_t stream) {
     const Call c = make_call(geometry, own, 0, (void*)frames, frame_stride, num_rows, own_index, out, errors, 0);
     if (!c.g.num_tiles) return 0;
-    if (num_rows == 2) {
-        ZIPCCL_LAUNCH_DTYPE(reduce2, dim3((u32)c.g.num_tiles * (32 / kReduce2Warps)), kReduce2Warps, 0, stream, c)
-    } else {
-        ZIPCCL_LAUNCH_DTYPE(reduce, dim3((u32)c.g.num_tiles * (32 / kReduceWarps)), kReduceWarps, 0, stream, c)
-    }
-    return last_error();
+    if (num_rows == 2)
+        return launch(ZIPCCL_KERNEL_OF(reduce2, c.g), dim3((u32)c.g.num_tiles * (32 / kReduce2Warps)), kReduce2Warps, 0, stream, c);
+    return launch(ZIPCCL_KERNEL_OF(reduce, c.g), dim3((u32)c.g.num_tiles * (32 / kReduceWarps)), kReduceWarps, 0, stream, c);
 }
 
 }  // extern "C"

@@ -231,6 +231,7 @@ __device__ __forceinline__ void decode_blocks_of(const Call& c, const u8* frame,
 // Grid: (groups of kWarps blocks, rows without the skipped one).
 template <class L, u32 kWarps>
 __device__ __forceinline__ void decode_blocks(const Call& c) {
+    begin_in_turn();
     const i64 row = row_of(c, blockIdx.y);
     decode_blocks_of<L, kWarps>(c, strided_frames(c).frame(row), c.out + row * c.row_stride);
 }
@@ -369,6 +370,7 @@ __device__ __forceinline__ void decode_reduce_blocks(const Call& c, const Frames
 
 template <class L, u32 kWarps, u32 kRows, bool kTwo>
 __device__ __forceinline__ void decode_reduce_blocks(const Call& c) {
+    begin_in_turn();
     decode_reduce_blocks<L, kWarps, kRows, kTwo>(c, strided_frames(c));
 }
 

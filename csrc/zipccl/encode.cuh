@@ -1,10 +1,14 @@
 // Encode: a CTA codes a tile, a warp two neighbouring blocks of it. Nothing is decided by the order of execution: escapes are placed by prefix
 // sums, inside a tile through shared memory, between tiles (only where a tile spills) by adding up the counts of the group's earlier tiles.
 //
+// Counts come first: a warp tells its own before it stores anything, the last one the tile's, so that whoever waits for them (the row's end,
+// tiles that spill) waits as little as possible; the warps meet when their codes and remainders are on the way.
+//
 // Counts travel between CTAs as single words that carry their own "sent" mark, so nothing needs a fence (which would wait for all stores of
 // a multiprocessor), an atomic, a memset or a second kernel.
 //
-// (Tried on an H200: fewer CTAs that claim tile after tile, the next one's data on the way early, are 2 % slower.)
+// (Tried on an H200, and slower: fewer CTAs that take tile after tile, the next one's data on the way early; bulk copies to shared memory
+// instead of loads to registers; a row's end by whichever tile is last instead of a CTA that waits.)
 #ifndef ZIPCCL_ENCODE_CUH
 #define ZIPCCL_ENCODE_CUH
 
@@ -48,110 +52,113 @@ __device__ __forceinline__ void load_pair(const Call& c, i64 block, u32 elems, u
     }
 }
 
-// A block to the frame but for its escapes: codes to `codes`, remainders to `extra` and `planes`. Returns which elements escape.
-template <class F>
-__device__ __forceinline__ u32 store_block(const u32 (&x)[F::kWords], Window w, u8* codes, u8* extra, u8* planes) {
-    u32 words[3];
-    pack_codes<F>(x, w, words);
-    store_codes(codes, words);
-    store_remainders<F>(x, extra, planes);
-    return escape_mask(words);
-}
-
-// Two neighbouring blocks to the frame, `b` the first of them, as store_block; the exponents are left at `stage`. Both at once, so that
-// one's latencies hide behind the other's. Fills `masks`, and `heads` but for the numbers of escapes.
-template <class F>
-__device__ __forceinline__ void encode_pair(const Call& c, u8* tile, const Tile& t, u32 b, u32 elems, u8* stage, u32 (&x)[2][F::kWords],
-                                            u32 (&masks)[2], u32 (&heads)[2]) {
-    u8 *codes = tile + t.codes_offset + b * kCodeBytes, *extra = tile + t.extra_offset + b * kCodeBytes;
-    u8* planes = tile + t.planes_offset + b * (kBlockElems * F::kPlanes);
-    const Sums s0 = stage_exponents<F>(x[0], stage), s1 = stage_exponents<F>(x[1], stage + kBlockStage<F>);
-    const u32 sum0 = __reduce_add_sync(kAllLanes, s0.sum), squares0 = __reduce_add_sync(kAllLanes, s0.squares);
-    const u32 sum1 = __reduce_add_sync(kAllLanes, s1.sum), squares1 = __reduce_add_sync(kAllLanes, s1.squares);
-    const bool zeros = __any_sync(kAllLanes, ((s0.zeros | s1.zeros) & 0x80 * kBytes) != 0);
-    if (!zeros && elems >= 2 * kBlockElems && (int)c.g.window_lo < 0) {                // as a rule
-        const Window w0 = full_window<F>(sum0, squares0), w1 = full_window<F>(sum1, squares1);
-        masks[0] = store_block<F>(x[0], w0, codes, extra, planes);
-        masks[1] = store_block<F>(x[1], w1, codes + kCodeBytes, extra + kCodeBytes, planes + kBlockElems * F::kPlanes);
-        heads[0] = w0.lo, heads[1] = w1.lo;
-        return;
-    }
-#pragma unroll
-    for (u32 k = 0; k < 2; k++) {
-        const u32 present = present_of(elems, k);
-        if (!present) break;
-        const u32 count = __reduce_add_sync(kAllLanes, count_nonzero<4>(stage + k * kBlockStage<F>));
-        const Window w = any_window<F>(k ? sum1 : sum0, k ? squares1 : squares0, count, present, (int)c.g.window_lo);
-        if (present < kBlockElems) fill_absent<F>(present, w.lo, x[k]);
-        masks[k] = store_block<F>(x[k], w, codes + k * kCodeBytes, extra + k * kCodeBytes, planes + k * (kBlockElems * F::kPlanes));
-        heads[k] = w.lo | w.mode << 8;
-    }
-}
-
-// The escapes of a lane's two blocks to the slots, from the last to the first; `at`: the places behind them.
-template <class F>
-__device__ __forceinline__ void store_in_slots(const u32 (&masks)[2], const u8* stage, u8* slots, const u32 (&at)[2]) {
-    const SharedAddress shared = shared_address(stage);
-    u32 mask0 = masks[0], mask1 = masks[1], at0 = at[0], at1 = at[1];
-    while (mask0 | mask1) {            // one of each block in a turn; no branch for a block that has none left
-        const u32 bit0 = highest_bit(mask0), bit1 = highest_bit(mask1);
-        const u8 e0 = load_shared_u8(shared + stage_of_bit(bit0)), e1 = load_shared_u8(shared + kBlockStage<F> + stage_of_bit(bit1));
-        at0--, at1--;
-        if (mask0) slots[at0] = e0;
-        if (mask1) slots[at1] = e1;
-        mask0 &= ~(1u << (bit0 & 31)), mask1 &= ~(1u << (bit1 & 31));
-    }
-}
-
-// One block's escapes where slots do not hold all: from place `at` of the tile on, beyond the slots to `pool` (0: nowhere).
-__device__ __forceinline__ void store_and_spill(u32 mask, const u8* stage, u32 at, u8* slots, u32 capacity, u8* pool) {
-    for (; mask; mask &= mask - 1, at++) {
-        const u8 e = stage[stage_of_bit(__ffs(mask) - 1)];
-        if (at < capacity) slots[at] = e;
-        else if (pool) pool[at - capacity] = e;
-    }
-}
-
 // ---- what the levels do differently
 
 // How a warp codes a pair of blocks at a level, and what a lane keeps of it until the tile's slots are shared out. kWarps of a CTA, which
-// needs kShared bytes; `b`: the pair's first block.
+// needs kShared bytes; `b`: the pair's first block, `elems`: its elements, maybe none. In this order: load, encode, store, put.
 template <class F>
 struct EncodeLevel1 {
     typedef F Format;
     static constexpr u32 kWarps = kEncodeWarps, kShared = 32 * kBlockStage<F>;
+    static constexpr u32 kGathered = 160;                  // as many escapes of a pair are put side by side; as a rule there are 50
     u8* stage;
-    u32 masks[2], inclusive, at[2];                        // at: the places in the tile behind this lane's escapes
+    u32 x[2][F::kWords], words[2][3], masks[2], at[2], counts, total;              // at: the places in the pair behind this lane's escapes
 
-    // Of a pair that has no elements, too. Fills `heads` but for the numbers of escapes and returns these, of the second block in the upper
-    // half.
-    __device__ __forceinline__ u32 encode(const Call& c, u8* tile, const Tile& t, u32 tile_index, u32 b, u32 elems, u8* shared,
-                                          u32 (&heads)[2]) {
+    __device__ __forceinline__ void load(const Call& c, u32 tile_index, u32 b, u32 elems, u8* shared) {
         stage = shared + b * kBlockStage<F> + lane_id() * kLaneStage<F>;
+        if (elems) load_pair<F>(c, (i64)tile_index * 32 + b, elems, stage, x);
+    }
+
+    // Fills `heads` but for the numbers of escapes and returns these, of the second block in the upper half. Both blocks at once, so that
+    // one's latencies hide behind the other's. The exponents are left at `stage`.
+    __device__ __forceinline__ u32 encode(const Call& c, u8*, const Tile&, u32, u32 elems, u8*, u32 (&heads)[2]) {
         masks[0] = masks[1] = 0;
         if (elems) {
-            u32 x[2][F::kWords];
-            load_pair<F>(c, (i64)tile_index * 32 + b, elems, stage, x);
-            encode_pair<F>(c, tile, t, b, elems, stage, x, masks, heads);
-        }
-        const u32 counts = __popc(masks[0]) | __popc(masks[1]) << 16;
-        inclusive = scan_inclusive(counts);
-        return __shfl_sync(kAllLanes, inclusive, kWarp - 1);
-    }
-
-    // `before`: escapes of the tile's earlier blocks, `totals`: what encode returned.
-    __device__ __forceinline__ void place(u32 before, u32 totals) {
-        at[0] = before + (inclusive & 0xffff), at[1] = before + (totals & 0xffff) + (inclusive >> 16);
-    }
-
-    // The pair's escapes to the slots, all of which fit.
-    __device__ __forceinline__ void store(u8* slots) const { store_in_slots<F>(masks, stage, slots, at); }
-
-    // Where the slots do not hold all; see store_and_spill.
-    __device__ __forceinline__ void spill(u8* slots, u32 capacity, u8* pool) const {
+            const Sums s0 = stage_exponents<F>(x[0], stage), s1 = stage_exponents<F>(x[1], stage + kBlockStage<F>);
+            const u32 sum0 = __reduce_add_sync(kAllLanes, s0.sum), squares0 = __reduce_add_sync(kAllLanes, s0.squares);
+            const u32 sum1 = __reduce_add_sync(kAllLanes, s1.sum), squares1 = __reduce_add_sync(kAllLanes, s1.squares);
+            const bool zeros = __any_sync(kAllLanes, ((s0.zeros | s1.zeros) & 0x80 * kBytes) != 0);
+            if (!zeros && elems >= 2 * kBlockElems && (int)c.g.window_lo < 0) {            // as a rule
+                const Window w0 = full_window<F>(sum0, squares0), w1 = full_window<F>(sum1, squares1);
+                pack_codes<F>(x[0], w0, words[0]);
+                pack_codes<F>(x[1], w1, words[1]);
+                masks[0] = escape_mask(words[0]), masks[1] = escape_mask(words[1]);
+                heads[0] = w0.lo, heads[1] = w1.lo;
+            } else {
 #pragma unroll
-        for (u32 k = 0; k < 2; k++)
-            store_and_spill(masks[k], stage + k * kBlockStage<F>, at[k] - __popc(masks[k]), slots, capacity, pool);
+                for (u32 k = 0; k < 2; k++) {
+                    const u32 present = present_of(elems, k);
+                    if (!present) break;
+                    const u32 count = __reduce_add_sync(kAllLanes, count_nonzero<4>(stage + k * kBlockStage<F>));
+                    const Window w = any_window<F>(k ? sum1 : sum0, k ? squares1 : squares0, count, present, (int)c.g.window_lo);
+                    if (present < kBlockElems) fill_absent<F>(present, w.lo, x[k]);
+                    pack_codes<F>(x[k], w, words[k]);
+                    masks[k] = escape_mask(words[k]);
+                    heads[k] = w.lo | w.mode << 8;
+                }
+            }
+        }
+        counts = __popc(masks[0]) | __popc(masks[1]) << 16;
+        const u32 both = __reduce_add_sync(kAllLanes, counts);
+        at[1] = both & 0xffff, total = at[1] + (both >> 16);
+        return both;
+    }
+
+    // All but the escapes to the frame. These are gathered in shared memory, so that little is left to do when their places are known.
+    __device__ __forceinline__ void store(u8* tile, const Tile& t, u32 b, u32 elems) {
+        u8 *codes = tile + t.codes_offset + b * kCodeBytes, *extra = tile + t.extra_offset + b * kCodeBytes;
+        u8* planes = tile + t.planes_offset + b * (kBlockElems * F::kPlanes);
+        if (elems) {
+            store_codes(codes, words[0]);
+            store_remainders<F>(x[0], extra, planes);
+        }
+        if (elems > kBlockElems) {
+            store_codes(codes + kCodeBytes, words[1]);
+            store_remainders<F>(x[1], extra + kCodeBytes, planes + kBlockElems * F::kPlanes);
+        }
+        const u32 inclusive = scan_inclusive(counts);
+        at[0] = inclusive & 0xffff, at[1] += inclusive >> 16;
+        if (total <= kGathered) {
+            u8* to = gathered();
+            each_escape([&](u32 i, u8 e) { to[i] = e; });
+            __syncwarp();
+        }
+    }
+
+    // The escapes from place `before` of the tile on, beyond the slots to `pool` (0: nowhere).
+    __device__ __forceinline__ void put(u32, u32, const u8*, u32 before, u8* slots, u32 capacity, u8* pool) const {
+        const auto put_one = [&](u32 i, u8 e) {
+            if (before + i < capacity) slots[before + i] = e;
+            else if (pool) pool[before + i - capacity] = e;
+        };
+        if (total > kGathered) {
+            each_escape(put_one);
+            return;
+        }
+        const u8* from = gathered();
+#pragma unroll 1
+        for (u32 i = lane_id(); i < total; i += kWarp) put_one(i, from[i]);
+    }
+
+private:
+    __device__ __forceinline__ static u8* gathered() {
+        __shared__ u8 room[kWarps][kGathered];
+        return room[warp_id()];
+    }
+
+    // put_one(place in the pair, exponent) for this lane's escapes, from the last to the first.
+    template <class PutOne>
+    __device__ __forceinline__ void each_escape(PutOne put_one) const {
+        const SharedAddress shared = shared_address(stage);
+        u32 mask0 = masks[0], mask1 = masks[1], at0 = at[0], at1 = at[1];
+        while (mask0 | mask1) {            // one of each block in a turn; no branch for a block that has none left
+            const u32 bit0 = highest_bit(mask0), bit1 = highest_bit(mask1);
+            const u8 e0 = load_shared_u8(shared + stage_of_bit(bit0)), e1 = load_shared_u8(shared + kBlockStage<F> + stage_of_bit(bit1));
+            at0--, at1--;
+            if (mask0) put_one(at0, e0);
+            if (mask1) put_one(at1, e1);
+            mask0 &= ~(1u << (bit0 & 31)), mask1 &= ~(1u << (bit1 & 31));
+        }
     }
 };
 
@@ -172,30 +179,32 @@ __device__ __forceinline__ Fields store_block2(const u32 (&x)[16], Window w, u8*
 struct EncodeLevel2 {
     typedef Bf16 Format;
     static constexpr u32 kWarps = ZIPCCL_ENCODE2_WARPS, kShared = kWarps * 2 * kBlockElems + 32 * kStreamBytes;
-    const u32* streams;                                    // of the pair
-    u32 first, counts[2];                                  // in words: where they go in the tile, how long they are
+    u32 x[2][16];
 
-    // As EncodeLevel1's, with bytes of streams for escapes.
-    __device__ __forceinline__ u32 encode(const Call& c, u8* tile, const Tile& t, u32 tile_index, u32 b, u32 elems, u8* shared,
-                                          u32 (&heads)[2]) {
-        u8 *stage = shared + warp_id() * (2 * kBlockElems) + 4 * lane_id(), *out = shared + kWarps * 2 * kBlockElems + b * kStreamBytes;
-        streams = (const u32*)out;
-        counts[0] = counts[1] = 0;
+    __device__ __forceinline__ static u8* stream(u8* shared, u32 b) { return shared + kWarps * 2 * kBlockElems + b * kStreamBytes; }
+
+    __device__ __forceinline__ void load(const Call& c, u32 tile_index, u32 b, u32 elems, u8* shared) {
+        u8* scratch = stream(shared, b) + lane_id() * kLaneStage<Bf16>;
+        if (elems) load_pair<Bf16>(c, (i64)tile_index * 32 + b, elems, scratch, x);
+        __syncwarp();                                      // the room for the stream is free again
+    }
+
+    // As EncodeLevel1's, with bytes of streams for escapes. Codes and remainders are stored on the way.
+    __device__ __forceinline__ u32 encode(const Call& c, u8* tile, const Tile& t, u32 b, u32 elems, u8* shared, u32 (&heads)[2]) {
         if (!elems) return 0;
-        u32 x[2][16];
-        load_pair<Bf16>(c, (i64)tile_index * 32 + b, elems, out + lane_id() * kLaneStage<Bf16>, x);
+        u8 *stage = shared + warp_id() * (2 * kBlockElems) + 4 * lane_id(), *out = stream(shared, b);
         u8 *codes = tile + t.codes_offset + b * kCode2Bytes, *planes = tile + t.planes_offset + b * kBlockElems;
         const Sums s0 = stage_exponents2(x[0], stage), s1 = stage_exponents2(x[1], stage + kBlockElems);
         const u32 sum0 = __reduce_add_sync(kAllLanes, s0.sum), squares0 = __reduce_add_sync(kAllLanes, s0.squares);
         const u32 sum1 = __reduce_add_sync(kAllLanes, s1.sum), squares1 = __reduce_add_sync(kAllLanes, s1.squares);
         const bool zeros = __any_sync(kAllLanes, ((s0.zeros | s1.zeros) & 0x80 * kBytes) != 0);
-        __syncwarp();                                      // what load_pair used of `out` is free
+        u32 bytes[2] = {0, 0};
         if (!zeros && elems >= 2 * kBlockElems) {          // as a rule
 #pragma unroll
             for (u32 k = 0; k < 2; k++) {
                 const Window w = window2<true>(k ? sum1 : sum0, k ? squares1 : squares0, kBlockElems, kBlockElems);
                 const Fields f = store_block2<false>(x[k], w, codes + k * kCode2Bytes, planes + k * kBlockElems);
-                counts[k] = write_stream(f, w, stage + k * kBlockElems, (u32*)(out + k * kStreamBytes)) / 4;
+                bytes[k] = write_stream(f, w, stage + k * kBlockElems, (u32*)(out + k * kStreamBytes));
                 heads[k] = w.lo | w.mode << 8;
             }
         } else {
@@ -209,35 +218,23 @@ struct EncodeLevel2 {
                 u8 *my_codes = codes + k * kCode2Bytes, *my_planes = planes + k * kBlockElems;
                 const Fields f = w.mode & (kZeroFirst | kZeroSecond) ? store_block2<true>(x[k], w, my_codes, my_planes)
                                                                      : store_block2<false>(x[k], w, my_codes, my_planes);
-                counts[k] = write_stream(f, w, stage + k * kBlockElems, (u32*)(out + k * kStreamBytes)) / 4;
+                bytes[k] = write_stream(f, w, stage + k * kBlockElems, (u32*)(out + k * kStreamBytes));
                 heads[k] = w.lo | w.mode << 8;
             }
         }
-        return 4 * counts[0] | 4 * counts[1] << 16;
+        __syncwarp();                                      // put reads what other lanes wrote
+        return bytes[0] | bytes[1] << 16;
     }
 
-    __device__ __forceinline__ void place(u32 before, u32) { first = before / 4; }
+    __device__ __forceinline__ void store(u8*, const Tile&, u32, u32) {}               // encode has
 
-    // The pair whose first block is `b` again, where a warp has several; `head`: the header of the lane's block.
-    __device__ __forceinline__ void find(const u8* shared, u32 b, u32 head, u32 before) {
-        streams = (const u32*)(shared + kWarps * 2 * kBlockElems + b * kStreamBytes);
-        counts[0] = (__shfl_sync(kAllLanes, head, b) >> 16) / 4, counts[1] = (__shfl_sync(kAllLanes, head, b + 1) >> 16) / 4;
-        place(before, 0);
-    }
-
-    // Word `i` of the pair's two streams.
-    __device__ __forceinline__ u32 word(u32 i) const { return streams[i < counts[0] ? i : i - counts[0] + kStreamBytes / 4]; }
-
-    __device__ __forceinline__ void store(u8* slots) const {
-        u32* to = (u32*)slots + first;
+    // `head`: the header of the lane's block of the tile.
+    __device__ __forceinline__ void put(u32 b, u32 head, u8* shared, u32 before, u8* slots, u32 capacity, u8* pool) const {
+        const u32 *streams = (const u32*)stream(shared, b), first = before / 4;
+        const u32 count = (__shfl_sync(kAllLanes, head, b) >> 16) / 4, both = count + (__shfl_sync(kAllLanes, head, b + 1) >> 16) / 4;
 #pragma unroll 1
-        for (u32 i = lane_id(); i < counts[0] + counts[1]; i += kWarp) to[i] = word(i);
-    }
-
-    __device__ __forceinline__ void spill(u8* slots, u32 capacity, u8* pool) const {
-#pragma unroll 1
-        for (u32 i = lane_id(); i < counts[0] + counts[1]; i += kWarp) {
-            const u32 at = first + i, v = word(i);
+        for (u32 i = lane_id(); i < both; i += kWarp) {
+            const u32 at = first + i, v = streams[i < count ? i : i - count + kStreamBytes / 4];
             if (at < capacity / 4) ((u32*)slots)[at] = v;
             else if (pool) ((u32*)pool)[at - capacity / 4] = v;
         }
@@ -250,6 +247,9 @@ __device__ __forceinline__ void encode_tile(const Call& c) {
     constexpr u32 kPairs = 16 / L::kWarps;                 // of a warp
     ZIPSCAPE_DYNAMIC_SHARED(shared);
     __shared__ u32 heads[32];                              // block headers
+    __shared__ u32 tally;                                  // the warps' counts so far; the upper byte: how many warps
+    __shared__ __align__(8) u64 counted;                   // barrier: `heads` is complete
+    begin_in_turn();
     const u32 lane = lane_id(), warp = warp_id(), tile_index = blockIdx.x;
     u8* frame = c.frames + row_of(c, blockIdx.y) * c.frame_stride;
     const u32 tag = (u32)load_message(c.workspace) + 1;    // needed late: nobody waits for it here
@@ -260,46 +260,48 @@ __device__ __forceinline__ void encode_tile(const Call& c) {
     const Tile t = find_tile(c.g, tile_index);
     u8* tile = frame + t.offset;
     const u32 tile_elems = present_elems(c.g, tile_index);
+    const Workspace ws = find_workspace(c, blockIdx.y);
+    const auto pair_block = [&](u32 i) { return 2 * (warp + i * L::kWarps); };
+    const auto pair_elems = [&](u32 i) { return tile_elems - min(tile_elems, pair_block(i) * kBlockElems); };
     L pair;
-    u32 totals = 0;
+    u32 count = 0;
 #pragma unroll 1
     for (u32 i = 0; i < kPairs; i++) {
-        const u32 b = 2 * (warp + i * L::kWarps), elems = tile_elems - min(tile_elems, b * kBlockElems);
-        u32 my_heads[2] = {0, 0};
-        totals = pair.encode(c, tile, t, tile_index, b, elems, shared, my_heads);
-        if (lane < 2) heads[b + lane] = lane ? my_heads[1] | (totals & 0xffff0000u) : my_heads[0] | totals << 16;
-    }
-    __syncthreads();
-
-    const u32 head = heads[lane], total = __reduce_add_sync(kAllLanes, head >> 16);
-    // What earlier blocks of the tile put into the slots before pair `i`'s.
-    const auto before = [&](u32 i) { return __reduce_add_sync(kAllLanes, lane < 2 * (warp + i * L::kWarps) ? head >> 16 : 0); };
-    if constexpr (kPairs == 1) pair.place(before(0), totals);
-    const Workspace ws = find_workspace(c, blockIdx.y);
-    if (threadIdx.x == 0) send(ws.tiles + tile_index, tag, total);
-    const u32 capacity = t.escapes_capacity;
-    u8* slots = tile + t.escapes_offset;
-    u32 spill_offset = 0;
-    if (total <= capacity) {
-#pragma unroll 1
-        for (u32 i = 0; i < kPairs; i++) {
-            if constexpr (kPairs > 1) pair.find(shared, 2 * (warp + i * L::kWarps), head, before(i));
-            pair.store(slots);
+        const u32 b = pair_block(i);
+        pair.load(c, tile_index, b, pair_elems(i), shared);
+        if (i == 0) {                                      // while the data are on their way
+            if (threadIdx.x == 0) tally = 0, barrier_init(&counted, L::kWarps);
+            __syncthreads();
         }
-#pragma unroll 1
-        for (u32 i = total + threadIdx.x; i < capacity; i += L::kWarps * kWarp) slots[i] = 0;
-    } else {
+        u32 my_heads[2] = {0, 0};
+        const u32 counts = pair.encode(c, tile, t, b, pair_elems(i), shared, my_heads);
+        if (lane == 0) heads[b] = my_heads[0] | counts << 16, heads[b + 1] = my_heads[1] | (counts & 0xffff0000u);
+        count += (counts & 0xffff) + (counts >> 16);
+    }
+    if (lane == 0) {
+        const u32 before = atomicAdd(&tally, count | 1u << 24);
+        if (before >> 24 == L::kWarps - 1) send(ws.tiles + tile_index, tag, (before & 0xffffff) + count);
+        barrier_arrive(&counted);
+    }
+    pair.store(tile, t, pair_block(kPairs - 1), pair_elems(kPairs - 1));
+    barrier_wait(&counted);
+
+    const u32 head = heads[lane], total = __reduce_add_sync(kAllLanes, head >> 16), capacity = t.escapes_capacity;
+    u8 *slots = tile + t.escapes_offset, *pool = 0;        // pool: where the spill goes, if it fits
+    u32 spill_offset = 0;
+    if (total > capacity) {
         const u32 group = tile_index / (u32)c.g.group_tiles;
         spill_offset = earlier_spills(c, ws.tiles, tag, group * (u32)c.g.group_tiles, tile_index);
-        u8* pool = 0;                                      // where the spill goes, if it fits
         if ((u64)spill_offset + (total - capacity) <= pool_size(c.g, group))
             pool = frame + c.g.pools_offset + group * c.g.pool_bytes + spill_offset;
-#pragma unroll 1
-        for (u32 i = 0; i < kPairs; i++) {
-            if constexpr (kPairs > 1) pair.find(shared, 2 * (warp + i * L::kWarps), head, before(i));
-            pair.spill(slots, capacity, pool);
-        }
     }
+#pragma unroll 1
+    for (u32 i = 0; i < kPairs; i++) {                     // each behind what earlier blocks of the tile put into the slots
+        const u32 b = pair_block(i);
+        pair.put(b, head, shared, __reduce_add_sync(kAllLanes, lane < b ? head >> 16 : 0), slots, capacity, pool);
+    }
+#pragma unroll 1
+    for (u32 i = total + threadIdx.x; i < capacity; i += L::kWarps * kWarp) slots[i] = 0;
     if (warp == 0 && lane < t.num_blocks) ((u32*)(tile + kTileHeaderBytes))[lane] = head;
     if (warp == 0 && lane < 4) ((u32*)tile)[lane] = lane == 0 ? total : lane == 1 ? spill_offset : 0;
 }

@@ -42,6 +42,7 @@ class CudaCalls:
             function.argtypes, function.restype = arguments, ctypes.c_int
         library.zipccl_cuda_workspace_words.argtypes = [_I, _I]
         library.zipccl_cuda_workspace_words.restype = _I
+        library.zipccl_cuda_allow_overlap.argtypes, library.zipccl_cuda_allow_overlap.restype = [ctypes.c_int], None
         self.library = library
         self._encode = library.zipccl_cuda_encode
         self._decode = library.zipccl_cuda_decode
@@ -93,6 +94,11 @@ class CudaCalls:
         if code:
             _refused("the module", code)
         return workspaces.value, num_words.value, errors.value
+
+    def allow_overlap(self, allowed: bool) -> None:
+        """For measurements: whether launches from now on may overlap the end of the one before them on their stream. They may by default
+        (compute capability 9.0 or newer)."""
+        self.library.zipccl_cuda_allow_overlap(int(allowed))
 
     def take_word(self, address: int, stream: int) -> int:
         """Waits for ``stream``, reads the u32 at a device address and sets it to zero."""

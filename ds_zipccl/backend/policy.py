@@ -17,7 +17,7 @@ REASONS = {
     "never": "the configuration says never",
     "dtype": "only BF16 pays",
     "device": "no kernels for this device",
-    "reduce_op": "only SUM, and AVG where the world size is a power of 2",
+    "reduce_op": "only SUM and AVG",
     "layout": "not contiguous, and the backend refuses that (NCCL), or sparse",
     "shape": "sizes do not fit together: the native call reports it",
     "min_bytes": "smaller than min_bytes",

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from ds_zipccl.codec.codec import Codec
 from ds_zipccl.collectives import streams
 from ds_zipccl.collectives.launch import STATUS_BYTES, Flight, Launch, frames_bytes, observe
-from ds_zipccl.collectives.reduce_scatter import FIRST_SPILL, summable
+from ds_zipccl.collectives.reduce_scatter import FIRST_SPILL, summable, summing
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
 from ds_zipccl.collectives.transport import all_but, all_gather_bytes, all_to_all_bytes
-from ds_zipccl.collectives.views import flat
+from ds_zipccl.collectives.views import divisor, flat
 from ds_zipccl.errors import CollectiveError
 from ds_zipccl.kernels.rank_order import sum_in_order
 from zipscape.errors import ZipScapeError, describe
@@ -53,7 +53,7 @@ class _Reduction(Flight):
         self._frames, self._own = sums_frames.view(-1), sums_frames[call.rank]
         self.words, self._sums_words, self._sums_status = self.everyones_words(), self.everyones_words(), torch.empty_like(self.status)
         self._encode = self.encoder(codec, sent, skip=call.rank)
-        self._sum = codec.reducer(received, call.rank, offset=call.rank * numel)
+        self._sum = summing(codec, received, call, offset=call.rank * numel)
         self._encode_sums = self.encoder(sums_codec, sums_frames[call.rank:call.rank + 1], status=self._sums_status)
         self._decode_sums = sums_codec.decoder(sums_frames, skip=call.rank)
         self._parts = self._sums_work = self._raw = self._failure = None
@@ -103,7 +103,7 @@ class _Reduction(Flight):
             sent_again = self._part_bytes
             self.after_early()
             self.is_early = False
-            _exchange_and_sum(flat(self._parts).view(call.world_size, -1), self._sums,
+            _exchange_and_sum(flat(self._parts).view(call.world_size, -1), self._sums, divisor(call),
                               lambda out, rows: launch.bulk.all_to_all(out, rows).wait())
             self._gather_sums()
         elif not self.is_early:
@@ -155,16 +155,16 @@ class _Reduction(Flight):
         super().release()
 
 
-def _exchange_and_sum(parts: torch.Tensor, sums: torch.Tensor, exchange) -> None:
+def _exchange_and_sum(parts: torch.Tensor, sums: torch.Tensor, by: int, exchange) -> None:
     received = torch.empty_like(parts)
     exchange(received.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8))
-    sum_in_order(received.unbind(0), sums)
+    sum_in_order(received.unbind(0), sums, by)
 
 
 def _uncompressed(call: Call) -> None:
     """The same sums without frames, on the call's own group."""
     sums = torch.empty(_part_numel(call), dtype=call.dtype, device=call.device)
-    _exchange_and_sum(_parts(call), sums, lambda out, rows: all_to_all_bytes(out, rows, call.group).wait())
+    _exchange_and_sum(_parts(call), sums, divisor(call), lambda out, rows: all_to_all_bytes(out, rows, call.group).wait())
     gathered = torch.empty(call.world_size * sums.numel(), dtype=call.dtype, device=call.device)
     all_gather_bytes(gathered.view(torch.uint8), sums.view(torch.uint8), call.group).wait()
     flat(call.output).copy_(gathered[:call.output.numel()])

@@ -2,7 +2,7 @@
 
 Arithmetic (design: the same for any transport): fp32 accumulator that starts as rank 0's value, ranks added in order,
 one rounding to nearest even, NaN results canonical. At 2 ranks this equals native bit for bit, NaN payloads aside;
-beyond, native's order differs.
+beyond, native's order differs. AVG: the accumulator divided by the world size, then rounded.
 """
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from ds_zipccl.collectives.launch import STATUS_BYTES, Flight, Launch, frames_by
 from ds_zipccl.collectives.parts import ranges
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
 from ds_zipccl.collectives.transport import all_but, all_to_all_bytes, native_reduce_scatter
-from ds_zipccl.collectives.views import as_rows, equal_numels, flat
+from ds_zipccl.collectives.views import as_rows, divisor, equal_numels, flat
 from ds_zipccl.kernels.rank_order import sum_in_order
 
 FIRST_SPILL = 1 / 32                  # gradients are mixtures of scales: this much room spares most first calls a resend
@@ -40,7 +40,7 @@ class _Scatter(Flight):
         self._sent, self._received, self._pieces = sent.view(-1), received.view(-1), all_but(call.rank, received, sent)
         self.words = self.everyones_words()
         self._encode = self.encoder(codec, sent, skip=call.rank)
-        self._sum = codec.reducer(received, call.rank, offset=call.rank * call.output.numel())
+        self._sum = summing(codec, received, call, offset=call.rank * call.output.numel())
         self._rows: torch.Tensor | None = None
         self.wire_bytes = (codec.frame_bytes + STATUS_BYTES) * (call.world_size - 1)
 
@@ -68,7 +68,23 @@ def _exchange_and_sum(call: Call, exchange) -> None:
     rows = _rows(call)
     received = torch.empty_like(rows, memory_format=torch.contiguous_format)
     exchange(received.view(-1).view(torch.uint8), rows.contiguous().view(-1).view(torch.uint8))
-    sum_in_order(received.unbind(0), flat(call.output))
+    sum_in_order(received.unbind(0), flat(call.output), divisor(call))
+
+
+def summing(codec: Codec, received: torch.Tensor, call: Call, offset: int = 0):
+    """``Codec.reducer`` for this rank's part of what ``call`` makes of the ranks' pieces. Averages of other than powers of two of ranks
+    take memory for all pieces: kernels sum, and do not divide."""
+    if divisor(call) == 1:
+        return codec.reducer(received, call.rank, offset)
+    by, decode, numel, dtype = divisor(call), codec.decoder(received, skip=call.rank), codec.geometry.numel, call.dtype
+
+    def run(x: torch.Tensor, out: torch.Tensor, rank: int = call.rank, world_size: int = call.world_size) -> None:
+        rows = torch.empty(world_size, numel, dtype=dtype, device=out.device)
+        decode(rows)
+        rows[rank].copy_(flat(x)[offset:offset + numel])
+        sum_in_order(rows.unbind(0), flat(out), by)
+
+    return run
 
 
 def _uncompressed(call: Call) -> None:
@@ -81,7 +97,7 @@ def _cut(call: Call, part: int) -> list[Call]:
     """The same ranges of every rank's piece, from where they lie."""
     numel, output = call.output.numel(), flat(call.output)
     rows = [flat(t) for t in call.inputs] if isinstance(call.input, tuple) else flat(call.input).view(call.world_size, -1).unbind(0)
-    return [Call("reduce_scatter_uneven", output[start:end], tuple(row[start:end] for row in rows), call.group)
+    return [Call("reduce_scatter_uneven", output[start:end], tuple(row[start:end] for row in rows), call.group, call.reduce_op)
             for start, end in ranges(numel, -(-numel // part))]
 
 

@@ -16,10 +16,10 @@ from ds_zipccl.codec.format import align, layout
 from ds_zipccl.collectives.capacity import Capacity
 from ds_zipccl.collectives.launch import STATUS_BYTES, Flight, Launch, largest_word
 from ds_zipccl.collectives.parts import ranges
-from ds_zipccl.collectives.reduce_scatter import FIRST_SPILL, summable
+from ds_zipccl.collectives.reduce_scatter import FIRST_SPILL, summable, summing
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
 from ds_zipccl.collectives.transport import Pieces, exchange_bytes
-from ds_zipccl.collectives.views import as_rows, flat
+from ds_zipccl.collectives.views import as_rows, divisor, flat
 from ds_zipccl.kernels.rank_order import sum_in_order
 
 
@@ -60,7 +60,7 @@ class _Reduction(Flight):
                           for rank, (codec, place) in enumerate(zip(self._codecs, places, strict=True))]
         together = as_rows(places) if self._codecs[0] is not None else None
         self._encode_all = None if together is None else self.encoder(self._codecs[0], together, skip=call.rank)
-        self._sum = None if own is None else own.reducer(self._arriving, call.rank)
+        self._sum = None if own is None else summing(own, self._arriving, call)
         self._raw: list[torch.Tensor] | None = None      # what was sent again
         self.wire_bytes = sum(sizes) - sizes[call.rank] + STATUS_BYTES * (call.world_size - 1)
 
@@ -100,7 +100,7 @@ class _Reduction(Flight):
             self._sum(own, call.output)
             return
         rows = self._raw or [place[:own.nbytes].view(call.dtype) for place in self._arriving.unbind(0)]
-        sum_in_order([own if rank == call.rank else row for rank, row in enumerate(rows)], flat(call.output))
+        sum_in_order([own if rank == call.rank else row for rank, row in enumerate(rows)], flat(call.output), divisor(call))
         self.keep(*(self._raw or ()))
 
     def release(self) -> None:
@@ -118,7 +118,7 @@ def _uncompressed(call: Call) -> None:
     received = _buffers(call)
     exchange_bytes([t.view(torch.uint8) for t in received], [flat(t).view(torch.uint8) for t in call.inputs], call.group).wait()
     if call.output.numel():
-        sum_in_order(received, flat(call.output))
+        sum_in_order(received, flat(call.output), divisor(call))
 
 
 class _OwnPiece(dist.Work):
@@ -143,7 +143,8 @@ def _cut(call: Call, part: int) -> list[Call]:
     count = -(-_row_numel(call) // part)
     pieces = [[piece[start:end] for start, end in ranges(piece.numel(), count)] for piece in map(flat, call.inputs)]
     outputs = [flat(call.output)[start:end] for start, end in ranges(call.output.numel(), count)]
-    return [Call(call.op, output, inputs, call.group) for output, inputs in zip(outputs, zip(*pieces, strict=True), strict=True)]
+    return [Call(call.op, output, inputs, call.group, call.reduce_op)
+            for output, inputs in zip(outputs, zip(*pieces, strict=True), strict=True)]
 
 
 def _native(call: Call) -> dist.Work:

@@ -38,14 +38,18 @@ def contiguous(call: Call):
 
 
 def averages(call: Call) -> bool:
-    """Whether the call is an average that can be carried out as a sum: of inputs divided by the world size, which is exact for a power of
-    two (but for denormals), so that the result is the rank-order fp32 sum / world size with one rounding, finite where that is."""
-    return call.reduce_op is not None and call.reduce_op == dist.ReduceOp.AVG and call.world_size & (call.world_size - 1) == 0
+    return call.reduce_op is not None and call.reduce_op == dist.ReduceOp.AVG
+
+
+def divisor(call: Call) -> int:
+    """What the sum is divided by before it is rounded."""
+    return call.world_size if averages(call) else 1
 
 
 def as_sum(call: Call) -> Call:
-    """An average as a sum over a scaled copy of its inputs; any other call as it is."""
-    if not averages(call):
+    """An average over a power of two of ranks as a sum over a scaled copy of its inputs, which is exact (but for denormals) and takes the
+    kernels that sum; any other call as it is."""
+    if not averages(call) or call.world_size & (call.world_size - 1):
         return call
     scale = 1 / call.world_size
     scaled = tuple(t * scale for t in call.inputs)

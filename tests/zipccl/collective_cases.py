@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from ds_zipccl.collectives import all_gather, switch, transport
 from ds_zipccl.collectives.registry import specs
+from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits, specials
 from tests.zipccl.collective_helpers import (
     AG,
@@ -104,26 +105,38 @@ def case_exactly_summable_inputs_equal_native(rank, world):
 
 
 def case_averages(rank, world):
-    """AVG (C29, C31): the rank-order sum of the inputs / world size, where that division is exact; native beyond, with its reason.
-    Values near the largest stay finite."""
-    avg, size = dist.ReduceOp.AVG, 5000
-    with runtime() as live:
-        for name in (RS, "all_reduce"):
-            data = specials(world * size, seed=3 + rank)
-            data[7::50] = torch.finfo(torch.bfloat16).max * (1 if rank % 2 else 0.75)
-            kept = data.clone()
-            out = torch.empty(size, dtype=data.dtype) if name == RS else data
-            work = launch(live, name, out, data, reduce_op=avg)
-            if world & world - 1:
-                assert work is None and live.stats.snapshot()[name]["native_reasons"] == {"reduce_op": 1}
-                continue
-            work.wait()
-            divided = kept * (1 / world)
-            expected = rank_order_sum(divided, rank, world)
-            if name != RS:
-                expected = gathered(expected, world)
-            assert_same_bits(out, expected, name)
-            assert bool(out[7::50].isfinite().all()) and (name != RS or torch.equal(data.view(torch.int16), kept.view(torch.int16)))
+    """AVG (C29, C31): the rank-order sum / world size, one rounding: compressed, sent again, uncompressed, and in parts. Values near the
+    largest stay finite."""
+    avg, size, power_of_two = dist.ReduceOp.AVG, 40000, world & world - 1 == 0
+
+    def expected_of(data):
+        if power_of_two:                        # inputs are divided, exactly but for denormals
+            return rank_order_sum(data * (1 / world), rank, world)
+        rows = gathered(data, world).view(world, world, -1)[:, rank]
+        out = torch.empty_like(rows[0])
+        sum_in_order(rows, out, world)
+        exact = rows.double().sum(0) / world
+        fits = exact.abs() < torch.finfo(out.dtype).max
+        slack = rows.double().abs().sum(0) * 2.0**-23 + 1e-40          # half a BF16 step, and the accumulator's own rounding
+        assert bool(((out.double() - exact).abs() <= 2.0**-8 * exact.abs() + slack)[fits].all())
+        return out
+
+    for settings in ({}, {"max_workspace_bytes": 1 << 20}):
+        with runtime(**settings) as live:
+            for name, make in ((RS, gaussian), ("all_reduce", gaussian), *[(RS, specials), ("all_reduce", specials)] * 2):
+                data = make(world * (size if make is gaussian else size // 8), seed=3 + rank)
+                data[7::50] = torch.finfo(torch.bfloat16).max * (1 if rank % 2 else 0.75)
+                kept, expected = data.clone(), expected_of(data)
+                expected = expected if name == RS else gathered(expected, world)
+                out = torch.empty_like(expected) if name == RS else data
+                work = launch(live, name, out, data, reduce_op=avg)
+                if work is None:                # what does not compress keeps its arithmetic beyond two ranks; here sums are native's
+                    assert world == 2 or name != RS and settings, name
+                    continue
+                work.wait()
+                assert_same_bits(out, expected, f"{name} {make.__name__} {settings}")
+                assert bool(out[7::50].isfinite().all()) and (name != RS or torch.equal(data.view(torch.int16), kept.view(torch.int16)))
+            assert live.stats.snapshot()[RS]["calls_zipped"] >= 2 and live.stats.snapshot()[RS]["overflows"] >= 1
 
 
 def case_native_reasons_are_counted(rank, world):

@@ -8,6 +8,7 @@ from ds_zipccl.collectives import pairs, runtime, transport, views
 from ds_zipccl.collectives.capacity import Capacity
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.kernels import rank_order
 
 assert runtime                          # importing it registers the collectives
 SPECS = list(specs().values())
@@ -144,3 +145,20 @@ def test_calls_have_splits_and_roots():
     broadcast = specs()["broadcast"]
     assert [broadcast.shapes_match(Call("broadcast", data, data, FakeGroup(0, 2), root=root)) for root in (0, 1, 2, -1, None)] \
         == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7, 10, 16])
+def test_averages_of_large_values_are_finite_and_one_rounding_from_exact(world):
+    """C31: also where the sum itself would not fit into fp32."""
+    largest = torch.finfo(torch.bfloat16).max
+    generator = torch.Generator().manual_seed(world)
+    rows = (torch.randn(world, 5000, generator=generator) * 10.0 ** torch.randint(-38, 38, (world, 5000), generator=generator)).bfloat16()
+    rows[:, ::3] = largest
+    rows[-1, ::6] = -largest
+    out = torch.empty(5000, dtype=torch.bfloat16)
+    rank_order.sum_in_order(rows, out, world)
+    exact = rows.double().sum(0) / world
+    slack = rows.double().abs().sum(0) * 2.0**-23 + 1e-40
+    assert bool(out.isfinite().all()) and bool(((out.double() - exact).abs() <= 2.0**-8 * exact.abs() + slack).all())
+    if world == 1:
+        assert torch.equal(out.view(torch.int16), rows[0].view(torch.int16))

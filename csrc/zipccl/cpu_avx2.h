@@ -19,9 +19,9 @@ class Avx2 {
     struct Quad {
         __m256i r[4];
     };
-    // Exponents of a block, a lane every kRowBytes: 32 bytes in scan order and room behind them for writes that count
+    // Exponents of a block in scan order: a decoder's with a lane every kRowBytes, and room behind it for writes that count
     // for nothing.
-    enum { kRowBytes = 64 };
+    enum { kRowBytes = 64, kFewEscapes = 5 };
     struct Rows {
         alignas(64) uint8_t bytes[kBlockLanes * kRowBytes];
         uint32_t escaped[kBlockLanes];
@@ -151,8 +151,8 @@ class Avx2 {
         return {add_u32(_mm256_sad_epu8(nonzero, zero)), add_u32(sum), add_u32(squares)};
     }
 
-    // Escapes of a lane are few: four are moved whether they exist or not, so that the branch is nearly always the
-    // same.
+    // Escapes of two lanes are few: so many steps are taken whether they exist or not, and so the branch behind them is nearly
+    // always the same. (A decoder takes four steps a lane.)
     static ZIPCCL_AVX2 uint32_t encode_codes(const uint8_t* exponents, uint32_t lo, uint32_t mode, uint8_t* packed,
                                              uint8_t* escapes) {
         const __m256i base = _mm256_set1_epi8(static_cast<char>(lo)),
@@ -169,17 +169,17 @@ class Avx2 {
                 codes.r[i] = _mm256_or_si256(_mm256_and_si256(distance, inside), zeros);
                 rows.escaped[lane + i] =
                     static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_cmpeq_epi8(codes.r[i], zero)));
-                store32(rows.bytes + kRowBytes * (lane + i), scan.r[i]);
+                store32(rows.bytes + 32 * (lane + i), scan.r[i]);
             }
             store_words(codes, packed, lane);
         }
         uint8_t* next = escapes;
-        for (int lane = 0; lane < kBlockLanes; ++lane) {
-            const uint8_t* row = rows.bytes + kRowBytes * lane;
-            uint32_t left = rows.escaped[lane];
-            const int count = __builtin_popcount(left);
-            for (int i = 0; i < 4; ++i, left &= left - 1) next[i] = row[_tzcnt_u32(left) & 31];
-            for (int i = 4; i < count; ++i, left &= left - 1) next[i] = row[_tzcnt_u32(left)];
+        for (int i = 0; i < kBlockLanes / 2; ++i) {
+            const uint8_t* two = rows.bytes + 64 * i;
+            uint64_t left = load<uint64_t>(rows.escaped + 2 * i);
+            const int count = __builtin_popcountll(left);
+            for (int n = 0; n < kFewEscapes; ++n, left &= left - 1) next[n] = two[_tzcnt_u64(left) & 63];
+            for (int n = kFewEscapes; n < count; ++n, left &= left - 1) next[n] = two[_tzcnt_u64(left)];
             next += count;
         }
         return static_cast<uint32_t>(next - escapes);

@@ -10,48 +10,55 @@ namespace zipccl {
 struct Scalar {
     enum { kFetchBlocksAhead = 0 };
 
-    // Position of an element in scan order: lane, half, pair.
-    static ZIPCCL_INLINE int element_at(int lane, int half, int pair) {
-        return 256 * (pair / 4) + 8 * lane + 2 * (pair % 4) + half;
-    }
-
     static Statistics statistics(const uint8_t* exponents) {
         Statistics all{0, 0, 0};
-        for (int e = 0; e < kBlockElems; ++e) {
-            const uint32_t value = exponents[e];
-            all.num_nonzero += value != 0;
-            all.sum += value;
-            all.sum_squares += value * value;
+        for (int first = 0; first < kBlockElems; first += 128) {  // so few that narrow sums do
+            uint8_t num_nonzero = 0;
+            uint16_t sum = 0;
+            for (int e = first; e < first + 128; ++e) {
+                const int16_t value = exponents[e];
+                num_nonzero = static_cast<uint8_t>(num_nonzero + (value != 0));
+                sum = static_cast<uint16_t>(sum + value);
+                all.sum_squares += static_cast<uint32_t>(value * value);
+            }
+            all.num_nonzero += num_nonzero;
+            all.sum += sum;
         }
         return all;
     }
 
-    // Calls f(element) for the zeros of `codes` in scan order.
-    template <class F>
-    static ZIPCCL_INLINE void for_each_zero(const uint8_t* codes, const F& f) {
-        uint64_t zeros[kBlockLanes / 2];  // a bit for each element of two lanes, in scan order
-        for (int lane = 0; lane < kBlockLanes; ++lane) {
-            uint64_t bits = 0;
-            for (int j = 0; j < 4; ++j) {
-                const uint64_t eight = load<uint64_t>(codes + element_at(lane, 0, 4 * j));
-                const uint64_t flags = ~(eight + 0x7F7F7F7F7F7F7F7F) >> 7 & 0x0101010101010101;
-                // Flag 2 w + half -> bit 4 half + w: of the 64 products of two bits no two fall on one place.
-                const uint64_t pairs = flags * 0x0110022004400880 >> 56;
-                bits |= (pairs & 15) << 4 * j | pairs >> 4 << (16 + 4 * j);
-            }
-            zeros[lane / 2] = lane % 2 ? zeros[lane / 2] | bits << 32 : bits;
-        }
-        for (int i = 0; i < kBlockLanes / 2; ++i)
-            for (uint64_t left = zeros[i]; left != 0; left &= left - 1) {
-                const int place = __builtin_ctzll(left);
-                f(element_at(2 * i + place / 32, place / 16 % 2, place % 16));
-            }
+    // Where the elements of two lanes are, from the first one's first, in scan order.
+    struct PairTable {
+        uint16_t at[64];
+    };
+    static constexpr PairTable pair_table() {
+        PairTable table{};
+        for (int i = 0; i < 64; ++i)
+            table.at[i] = static_cast<uint16_t>(256 * (i % 16 / 4) + 8 * (i / 32) + 2 * (i % 4) + i / 16 % 2);
+        return table;
     }
+
+    // The codes 0 of packed codes: a bit for each element of two lanes, in scan order.
+    static ZIPCCL_INLINE void find_zeros(const uint8_t* packed, uint64_t* zeros) {
+        uint32_t lanes[kBlockLanes];
+        for (int lane = 0; lane < kBlockLanes; ++lane) {
+            const uint32_t w0 = load<uint32_t>(packed + 4 * lane), w1 = load<uint32_t>(packed + 128 + 4 * lane),
+                           w2 = load<uint32_t>(packed + 256 + 4 * lane), first = 0x12491249;
+            lanes[lane] = ~(((w0 | w0 >> 1 | w0 >> 2) & first) | ((w1 | w1 >> 1 | w1 >> 2) & first) << 1 |
+                            ((w2 | w2 >> 1 | w2 >> 2) & first) << 2 | ((w0 | w1 | w2) & 0x80008000));
+        }
+        std::memcpy(zeros, lanes, sizeof(lanes));
+    }
+    // So many steps are taken for the escapes of two lanes whether they exist or not: they are few, and so the branch behind
+    // the steps is nearly always the same.
+    enum { kFewEscapes = 6 };
+    static ZIPCCL_INLINE int first_of(uint64_t left) { return __builtin_ctzll(left | 1ull << 63); }
 
     static uint32_t encode_codes(const uint8_t* exponents, uint32_t lo, uint32_t mode, uint8_t* packed,
                                  uint8_t* escapes) {
-        uint8_t codes[kBlockElems];
-        uint32_t count = 0;
+        static constexpr PairTable kPlaces = pair_table();
+        alignas(64) uint8_t codes[kBlockElems];
+        uint64_t zeros[kBlockLanes / 2];
         const uint8_t base = static_cast<uint8_t>(lo), width = static_cast<uint8_t>(7 - mode);
         const uint8_t zero_code = mode == kZeroMode ? kZeroCode : 0;
         for (int e = 0; e < kBlockElems; ++e) {  // bytes and masks only: compilers vectorise that everywhere
@@ -59,50 +66,86 @@ struct Scalar {
             const uint8_t inside = distance <= width ? 255 : 0, zero = exponents[e] == 0 ? 255 : 0;
             codes[e] = static_cast<uint8_t>((distance & inside) | (zero_code & zero));
         }
-        for_each_zero(codes, [&](int e) { escapes[count++] = exponents[e]; });
         pack(codes, packed);
-        return count;
+        find_zeros(packed, zeros);
+        uint8_t* next = escapes;
+        for (int i = 0; i < kBlockLanes / 2; ++i) {
+            const uint8_t* const two = exponents + 16 * i;
+            uint64_t left = zeros[i];
+            const int count = __builtin_popcountll(left);
+            for (int n = 0; n < kFewEscapes; ++n, left &= left - 1) next[n] = two[kPlaces.at[first_of(left)]];
+            for (int n = kFewEscapes; n < count; ++n, left &= left - 1) next[n] = two[kPlaces.at[first_of(left)]];
+            next += count;
+        }
+        return static_cast<uint32_t>(next - escapes);
     }
 
     static uint32_t decode_codes(const uint8_t* packed, uint32_t lo, uint32_t mode, const uint8_t* escapes,
                                  uint8_t* exponents) {
-        uint8_t codes[kBlockElems];
-        unpack(packed, codes);
-        uint32_t count = 0;
-        const uint8_t base = static_cast<uint8_t>(lo), zero_code = mode == kZeroMode ? kZeroCode : 255;
-        for (int e = 0; e < kBlockElems; ++e) {
-            const uint8_t other = codes[e] == zero_code ? 0 : 255;
-            exponents[e] = static_cast<uint8_t>((base + codes[e]) & other);
+        static constexpr PairTable kPlaces = pair_table();
+        uint64_t zeros[kBlockLanes / 2];
+        unpack_and_add(packed, lo * 0x0101010101010101, exponents);
+        if (mode == kZeroMode)
+            for (int e = 0; e < kBlockElems; ++e) {
+                const uint8_t other = exponents[e] == static_cast<uint8_t>(lo + kZeroCode) ? 0 : 255;
+                exponents[e] = static_cast<uint8_t>(exponents[e] & other);
+            }
+        find_zeros(packed, zeros);
+        const uint8_t* next = escapes;
+        for (int i = 0; i < kBlockLanes / 2; ++i) {
+            uint8_t* const two = exponents + 16 * i;
+            uint64_t left = zeros[i];
+            const int count = __builtin_popcountll(left);
+            uint8_t& last = two[kPlaces.at[63]];  // where steps without an escape go, too
+            const uint8_t kept = left >> 63 ? next[count - 1] : last;
+            for (int n = 0; n < kFewEscapes; ++n, left &= left - 1) two[kPlaces.at[first_of(left)]] = next[n];
+            for (int n = kFewEscapes; n < count; ++n, left &= left - 1) two[kPlaces.at[first_of(left)]] = next[n];
+            last = kept;
+            next += count;
         }
-        for_each_zero(codes, [&](int e) { exponents[e] = escapes[count++]; });
-        return count;
+        return static_cast<uint32_t>(next - escapes);
     }
 
-    static void pack(const uint8_t* values, uint8_t* packed) {
-        for (int lane = 0; lane < kBlockLanes; ++lane)
-            for (int k = 0; k < 3; ++k) {
-                uint32_t word = 0;
-                for (int half = 0; half < 2; ++half) {
-                    for (int m = 0; m < 5; ++m)
-                        word |= (values[element_at(lane, half, 3 * m + k)] & 7u) << (3 * m + 16 * half);
-                    word |= (values[element_at(lane, half, 15)] >> k & 1u) << (15 + 16 * half);
-                }
-                store(packed + 128 * k + 4 * lane, word);
-            }
+    // A lane's values of quarter j are a u64, four pairs of bytes. Those of one half, 16 bits from pair to pair, move to the words' halves,
+    // 16 bits from word to word, by shifts of all of them: what else a shift brings along ends above the third word, below bit 60, where
+    // pair 15's value comes to lie.
+    static ZIPCCL_INLINE uint64_t pack_half(uint64_t q0, uint64_t q1, uint64_t q2, uint64_t q3) {
+        const uint64_t t = q0 | q0 >> 45 | q1 << 19 | q1 >> 26 | q2 << 38 | q2 >> 7 | q3 << 12;
+        return (t & 0x7FFF7FFF7FFF) | (t >> 45 & 1ull << 15) | (t >> 30 & 1ull << 31) | (t >> 15 & 1ull << 47);
     }
 
-    static void unpack(const uint8_t* packed, uint8_t* values) {
+    static void pack(const uint8_t* __restrict values, uint8_t* __restrict packed) {
+        const uint64_t bits = 0x0007000700070007;
+        for (int lane = 0; lane < kBlockLanes; ++lane) {  // of plain u64, for compilers to vectorise
+            const uint8_t* const from = values + 8 * lane;
+            const uint64_t q0 = load<uint64_t>(from), q1 = load<uint64_t>(from + 256), q2 = load<uint64_t>(from + 512),
+                           q3 = load<uint64_t>(from + 768);
+            const uint64_t low = pack_half(q0 & bits, q1 & bits, q2 & bits, q3 & bits);
+            const uint64_t high = pack_half(q0 >> 8 & bits, q1 >> 8 & bits, q2 >> 8 & bits, q3 >> 8 & bits);
+            store(packed + 4 * lane, static_cast<uint32_t>((low & 0xFFFF) | high << 16));
+            store(packed + 128 + 4 * lane, static_cast<uint32_t>((low >> 16 & 0xFFFF) | (high & 0xFFFF0000)));
+            store(packed + 256 + 4 * lane, static_cast<uint32_t>(low >> 32 | (high >> 16 & 0xFFFF0000)));
+        }
+    }
+
+    static void unpack(const uint8_t* packed, uint8_t* values) { unpack_and_add(packed, 0, values); }
+
+    // Each value plus the byte of `add` in its place; no sum may be above 255.
+    static ZIPCCL_INLINE void unpack_and_add(const uint8_t* __restrict packed, uint64_t add, uint8_t* __restrict values) {
+        const uint64_t f0 = 7, f1 = f0 << 16, f2 = f0 << 32, f3 = f0 << 48;
         for (int lane = 0; lane < kBlockLanes; ++lane) {
-            uint32_t last[2] = {0, 0};
-            for (int k = 0; k < 3; ++k) {
-                const uint32_t word = load<uint32_t>(packed + 128 * k + 4 * lane);
-                for (int half = 0; half < 2; ++half) {
-                    for (int m = 0; m < 5; ++m)
-                        values[element_at(lane, half, 3 * m + k)] = word >> (3 * m + 16 * half) & 7;
-                    last[half] |= (word >> (15 + 16 * half) & 1) << k;
-                }
+            uint64_t q[4] = {add, add, add, add};
+            const uint64_t w0 = load<uint32_t>(packed + 4 * lane), w1 = load<uint32_t>(packed + 128 + 4 * lane),
+                           w2 = load<uint32_t>(packed + 256 + 4 * lane);
+            for (int half = 0; half < 2; ++half) {
+                const uint64_t t = (w0 >> 16 * half & 0xFFFF) | (w1 >> 16 * half & 0xFFFF) << 16 | (w2 >> 16 * half & 0xFFFF) << 32;
+                const uint64_t last = (t >> 15 & 1) | (t >> 30 & 2) | (t >> 45 & 4);
+                q[0] += ((t & (f0 | f1 | f2)) | (t << 45 & f3)) << 8 * half;
+                q[1] += ((t >> 19 & (f0 | f1)) | (t << 26 & (f2 | f3))) << 8 * half;
+                q[2] += ((t >> 38 & f0) | (t << 7 & (f1 | f2 | f3))) << 8 * half;
+                q[3] += ((t >> 12 & (f0 | f1 | f2)) | last << 48) << 8 * half;
             }
-            for (int half = 0; half < 2; ++half) values[element_at(lane, half, 15)] = static_cast<uint8_t>(last[half]);
+            for (int j = 0; j < 4; ++j) store(values + 256 * j + 8 * lane, q[j]);
         }
     }
 

@@ -153,6 +153,25 @@ def test_capacities_and_given_windows(emulated, dtype):
 
 
 @DTYPES
+def test_pairs_of_blocks_around_what_encode_gathers(emulated, dtype):
+    """Pairs of blocks whose escapes just fit the room where encode puts them side by side, or just not, in slots and beyond them."""
+    room = int(re.search(r"kGathered = (\d+)", (CSRC / "zipccl/encode.cuh").read_text())[1])
+    generator = torch.Generator().manual_seed(3)
+    x = torch.ones(32, 1024, dtype=torch.float64) * (1 + torch.rand(32, 1024, generator=generator, dtype=torch.float64) * 0.9)
+    for pair in range(16):                     # escapes: exponents far off on both sides, the mean stays
+        escapes = room - 8 + pair
+        for b, count in ((2 * pair, escapes // 3), (2 * pair + 1, escapes - escapes // 3)):
+            places = torch.randperm(1024, generator=generator)[:count]
+            x[b, places] *= 2.0 ** (torch.randint(6, 9, (count,), generator=generator) * (torch.arange(count) % 2 * 2 - 1))
+    x = x.view(1, -1).to(dtype.torch_dtype)
+    for capacity, spill in ((1024, 0), (40, 8000)):
+        g = fmt.layout(dtype, x.numel(), capacity, spill)
+        check(emulated, x, g)
+        heads = encode(emulated, x, g)[0][0, g.tiles_offset + 16:g.tiles_offset + 144].view(torch.int32) >> 16
+        assert (heads[0::2] + heads[1::2]).tolist() == [room - 8 + pair for pair in range(16)]
+
+
+@DTYPES
 def test_limit_of_spread_blocks(emulated, dtype):
     for x in window_cases.tensors(dtype):
         check(emulated, x.view(1, -1), fmt.layout(dtype, x.numel(), 1024, 0))

@@ -19,7 +19,7 @@ from ds_scape.optimizer.passage import host_residual, passage_for
 from ds_scape.optimizer.state import FlatState
 from ds_scape.optimizer.statistics import StepRows
 from ds_scape.sync.partition import TensorSlot, flat_layout
-from ds_scape.sync.traffic import held_bytes
+from ds_scape.sync.traffic import held_bytes, transient_bytes
 from ds_scape.sync.transport import Transport
 from zipscape.errors import ConfigError, ZipScapeError, describe
 
@@ -90,7 +90,10 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
             host["owner's q and ages"] = device.pop("owner's q and ages")
         texts = [f"{sum(held.values()) / 1e6:.1f} MB {where} (" + ", ".join(f"{what} {num / 1e6:.1f}" for what, num in held.items()) + ")"
                  for where, held in (("on the device", device), ("in host memory", host)) if held]
-        print_dist(f"SCAPE keeps beyond dense ZeRO, per rank: {' and '.join(texts)}", ranks=[0])
+        sparse, dense = (transient_bytes(self.flow.layout, dense=dense, weight_bytes=flat.copies.element_size(),
+                                         offloaded=flat.passage is not None) / 1e6 for dense in (False, True))
+        print_dist(f"SCAPE keeps beyond dense ZeRO, per rank: {' and '.join(texts)}; in a step up to {sparse:.1f} MB more, in one without "
+                   f"masks {dense:.1f} MB", ranks=[0])
 
     def watch(self) -> None:
         """Statistics of every step from now on, in ``last_row`` and in the log."""

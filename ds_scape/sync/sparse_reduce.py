@@ -3,6 +3,8 @@
 Order on the wire: by owner, then by buffer, then by position. Masks come as positions: int64 [k] ascending inside the partition, per owner
 and buffer; None for a buffer that is exchanged whole.
 """
+from collections.abc import Iterable
+
 import torch
 
 from ds_scape.kernels.ops import REFERENCE, Kernels
@@ -14,21 +16,23 @@ class Positions:
     """The coordinates of one step. Per buffer, int64 ascending, None where all are meant: ``whole``, in the whole buffer, for all owners:
     what to take from the residual and where to put weights; ``own``, in ``rank``'s partition: what it owns of them."""
 
-    def __init__(self, layout: Layout, rank: int, masks: list[list[torch.Tensor]] | None):
-        """masks[r][j]: positions in r's partition of the j-th buffer that is not full; None for a dense step."""
+    def __init__(self, layout: Layout, rank: int, masks: Iterable[list[torch.Tensor]] | None):
+        """masks: per rank, in order, the positions in its partition of every buffer that is not full; they are copied one rank after
+        another, so that an iterator need not hold those of all. None for a dense step."""
         self.dense = masks is None
         self.splits = layout.splits(self.dense)
         self.counts = [layout.counts(r, self.dense) for r in range(layout.world_size)]
-        self.whole, self.own = [], []
-        masked = 0
-        for flat in layout.flats:
-            if self.dense or flat.is_full:
-                self.whole.append(None)
-                self.own.append(None)
-                continue
-            self.own.append(masks[rank][masked])
-            self.whole.append(torch.cat([masks[r][masked] + r * flat.partition_numel for r in range(layout.world_size)]))
-            masked += 1
+        self.whole, self.own = [None] * len(layout.flats), [None] * len(layout.flats)
+        masked = [] if self.dense else [(i, flat) for i, flat in enumerate(layout.flats) if not flat.is_full]
+        filled = [0] * len(layout.flats)
+        for r, found in enumerate(masks or ()):
+            for (i, flat), positions in zip(masked, found, strict=True):
+                if r == 0:
+                    self.whole[i] = positions.new_empty(sum(counts[i] for counts in self.counts))
+                if r == rank:
+                    self.own[i] = positions
+                torch.add(positions, r * flat.partition_numel, out=self.whole[i][filled[i]:filled[i] + len(positions)])
+                filled[i] += len(positions)
 
 
 @torch.no_grad()

@@ -1,4 +1,10 @@
 """Cases run on every rank by test_flow.py: real collectives against the simulation of all workers, bit for bit after every step."""
+import functools
+from collections import Counter
+from contextlib import ExitStack
+from datetime import timedelta
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 
@@ -133,6 +139,7 @@ def case_skipped_step_changes_nothing(rank, world_size):
 
 
 def case_masks_are_equal_on_all_ranks(rank, world_size):
+    """C110: masks come from what the owner holds and are gathered, not recomputed; a checksum every so many steps finds any difference."""
     flow, _ = _equal_to_simulation(rank, world_size, 12, check_masks_every=2)
     if world_size == 1:
         return
@@ -186,6 +193,69 @@ def case_bytes_are_the_formulas(rank, world_size):
         assert counter.sent == (expected if world_size > 1 else []), (step, counter.sent, expected)
     sparse, dense = flow.layout.splits(False), flow.layout.splits(True)
     assert sum(sparse) < 0.25 * sum(dense)
+
+
+def case_the_mask_is_gathered_behind_the_next_step(rank, world_size):
+    """step() returns on rank 0 before any other rank has begun to send its next mask; nothing else may be under way then."""
+    if world_size == 1:
+        return
+    flow, store = Problem(world_size).flow(dist, rank), dist.distributed_c10d._get_default_store()
+    run_steps = [Problem(world_size).gradient(rank, step) for step in (1, 2, 3)]
+    flow.step(run_steps[0])
+    send = flow._send_mask
+
+    def late(message):
+        if rank:
+            store.wait([f"returned {world_size} {flow.num_steps}"], timedelta(seconds=30))
+        send(message)
+
+    flow._send_mask = late
+    for gradient in run_steps[1:]:
+        flow.step(gradient)
+        if rank == 0:
+            store.set(f"returned {world_size} {flow.num_steps}", "yes")
+            assert flow._positions is None and flow._arriving is not None
+    assert len(flow._peek_positions().whole[0])
+
+
+def case_a_step_waits_for_the_device_once(rank, world_size):
+    """What makes the host wait for a GPU, counted by the names it has in Python: the norm's numbers, and the mask's (in the kernels, one
+    wait per rank). Under offload also where the pieces cut the positions."""
+    names = ("tolist", "item", "nonzero", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy")
+    for offload, expected in ((False, {"tolist": 1}), (True, {"tolist": 3})):
+        problem = Problem(world_size, dtype=torch.bfloat16, offload=offload, kernels="best")
+        flow, seen = problem.flow(dist, rank), Counter()
+        start_mask = functools.partial(quietly, flow._start_mask, seen)
+        for step in range(1, 5):
+            gradient = problem.gradient(rank, step)
+            if step < 3:
+                flow.step(gradient)
+                continue
+            flow._peek_positions()
+            seen.clear()
+            with ExitStack() as stack:
+                for name in names:
+                    stack.enter_context(mock.patch.object(torch.Tensor, name, counted(getattr(torch.Tensor, name), seen, name)))
+                stack.enter_context(mock.patch.object(flow, "_start_mask", start_mask))
+                flow.step(gradient, max_norm=0.004)
+            assert seen == expected, seen
+
+
+def counted(method, seen, name):
+
+    def call(*args, **kwargs):
+        seen[name] += 1
+        return method(*args, **kwargs)
+
+    return call
+
+
+def quietly(function, seen, *args):
+    """The CPU's kernels look at tensors as arrays; that is no wait for a device."""
+    before = seen.copy()
+    function(*args)
+    seen.clear()
+    seen.update(before)
 
 
 class Counting:

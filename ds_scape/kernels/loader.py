@@ -38,6 +38,8 @@ def choose(requested: str, device_type: str) -> ops.Kernels:
     """
     names = {device_type: _best(device_type) if requested == "best" else _named(requested, device_type)}
     names.setdefault("cpu", "reference" if requested == "reference" else _best("cpu"))
+    log.info("SCAPE's kernels: %s",
+             ", ".join(f"{name} ({ops.kernel_set(name).built or 'torch'}) for {kind}" for kind, name in names.items()))
     return ops.Kernels(names, None if requested == "best" else requested)
 
 

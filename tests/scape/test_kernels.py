@@ -99,14 +99,25 @@ def test_select(kernels, kind):
             cases.check_select(kernels, r, q, random_segments(n, i), overdue=overdue, seed=i, offset=i % 4)
 
 
+@pytest.mark.parametrize("num_equal", [127, 128, 129])
+def test_select_among_as_many_equal_keys_as_a_warp_notes_down(kernels, num_equal):
+    r = torch.ones(2500)
+    r[torch.cat([torch.randperm(1000, generator=cases.rng(num_equal + i))[:num_equal] + 1024 * i for i in range(2)])] = 2.0
+    for count in (100, num_equal, num_equal + 1, 2 * num_equal - 1, 2 * num_equal, 2 * num_equal + 1):
+        cases.check_select(kernels, r, torch.ones(2500), (Segment(0, 2500, count),), overdue=0.0)
+
+
 @pytest.mark.parametrize("numel, counts", [(600_000, (1, 6000, 300_000, 599_999))])
 def test_select_of_a_segment_of_several_pieces(kernels, numel, counts):
     """Ties across pieces; more keys in question than a piece notes down; a sample that is of no use."""
     for count in counts:
         for r in (cases.plain(numel, count), torch.full((numel,), 0.5), (torch.arange(numel) % 3).float(), torch.zeros(numel),
-                  cases.spread(numel, count), cases.misleading(numel, count, 1.0), cases.misleading(numel, count, 1e-3)):
+                  cases.spread(numel, count), cases.misleading(numel, count, 1.0), cases.misleading(numel, count, 1e-3),
+                  1 + 0.06 * torch.rand(numel, generator=cases.rng(count))):           # one first digit, many second ones
             segments = (Segment(3, numel - 5, count - min(count - 1, 8)), Segment(numel - 5, numel - 1, 2))
             cases.check_select(kernels, r, torch.ones(numel), segments, overdue=0.001)
+    for count in range(4000, numel // 2, 24_000):           # wherever the last one lies among the digits that a sample leaves open
+        cases.check_select(kernels, cases.plain(numel, 1), torch.ones(numel), (Segment(3, numel - 5, count),), overdue=0.001)
 
 
 @pytest.mark.parametrize("share", [None, 0.0, 0.05, 1.0])

@@ -1,8 +1,9 @@
 // The one-sided transport (symmetric.cuh): kernels and C launchers. A library of its own, built when the transport is first wanted.
 //
 // Launchers queue and return a cudaError_t; none waits. An Engine knows the ranks' symmetric memory and owns the streams beside the
-// caller's: copies to peers, announcements, reception. Numbers of messages and places in the memory are the caller's to choose (ring.py),
-// the same on every rank.
+// caller's. One call queues a whole collective: the host's time is that of its launches. Numbers of messages and their places follow from
+// the calls that were made, so they are the same on every rank.
+#include "ring.h"
 #include "symmetric.cuh"
 
 #include <cstring>
@@ -10,43 +11,50 @@
 
 using namespace zipscape;
 
-// Where a frame is read from local memory, few warps share a tile's headers; over a link they would be fetched by each CTA again.
-constexpr u32 kLocalWarps = 4, kLocalCtas = 16, kSumWarps = 4, kSumCtas = 5, kSum2Ctas = 10, kSumRows = 4;
-template <class F>
-constexpr u32 kRemoteWarps = 32 / F::kItem;
-constexpr u32 kAnnounceCtas = 32, kAnnounceThreads = 512;
+constexpr u32 kWarps = 4, kDecodeCtas = 16, kSumCtas = 5, kSum2Ctas = 10, kSumRows = 4;
+constexpr u32 kAnnounceCtas = 16;                          // an announcement copies only where frames overflow
+#ifdef ZIPSCAPE_EMULATE
+constexpr u32 kCopyThreads = kMaxRanks;
+#else
+constexpr u32 kCopyThreads = 512;
+#endif
+constexpr u32 kOwnCtas = 32;                               // few: encode and decode run beside it, and the links set the time
 
 #define ZIPCCL_RECEIVER(name, warps, ctas) \
     extern "C" __global__ void __launch_bounds__((warps) * 32, ctas) name(const __grid_constant__ Reception r)
-#define ZIPCCL_RECEIVERS(F, dtype)                                                                                                 \
-    ZIPCCL_RECEIVER(zipccl_receive_##dtype, kLocalWarps, kLocalCtas * 2 / F::kItem) { receive_blocks<DecodeLevel1<F>, kLocalWarps>(r); } \
-    ZIPCCL_RECEIVER(zipccl_pull_##dtype, kRemoteWarps<F>, 2048 / 32 / kRemoteWarps<F> * 2 / F::kItem) {                                  \
-        receive_blocks<DecodeLevel1<F>, kRemoteWarps<F>>(r);                                                                             \
-    }                                                                                                                                    \
-    ZIPCCL_RECEIVER(zipccl_sum2_##dtype, kSumWarps, kSum2Ctas * 2 / F::kItem) {                                                          \
-        decode_reduce_blocks<DecodeLevel1<F>, kSumWarps, 1, true>(r.call, PeerFrames{&r});                                               \
-    }                                                                                                                                    \
-    ZIPCCL_RECEIVER(zipccl_sum_##dtype, kSumWarps, kSumCtas) {                                                                           \
-        decode_reduce_blocks<DecodeLevel1<F>, kSumWarps, kSumRows, false>(r.call, PeerFrames{&r});                                       \
+#define ZIPCCL_RECEIVERS(F, dtype)                                                                                              \
+    ZIPCCL_RECEIVER(zipccl_receive_##dtype, kWarps, kDecodeCtas * 2 / F::kItem) { receive_blocks<DecodeLevel1<F>, kWarps>(r); } \
+    ZIPCCL_RECEIVER(zipccl_sum2_##dtype, kWarps, kSum2Ctas * 2 / F::kItem) {                                                    \
+        decode_reduce_blocks<DecodeLevel1<F>, kWarps, 1, true>(r.call, PeerFrames{&r});                                         \
+    }                                                                                                                           \
+    ZIPCCL_RECEIVER(zipccl_sum_##dtype, kWarps, kSumCtas) {                                                                     \
+        decode_reduce_blocks<DecodeLevel1<F>, kWarps, kSumRows, false>(r.call, PeerFrames{&r});                                 \
     }
 ZIPCCL_RECEIVERS(Bf16, bf16)
 ZIPCCL_RECEIVERS(Fp16, fp16)
 ZIPCCL_RECEIVERS(Fp32, fp32)
 
-extern "C" __global__ void __launch_bounds__(kMaxRanks) zipccl_turn(const __grid_constant__ Turn t) { take_turn(t); }
-extern "C" __global__ void __launch_bounds__(kAnnounceThreads) zipccl_announce(const __grid_constant__ Announcement a) { announce(a); }
+extern "C" __global__ void __launch_bounds__(kCopyThreads) zipccl_turn(const __grid_constant__ Turn t) { take_turn(t); }
+
+struct OwnCopy {
+    u8* to;
+    const u8* from;
+    i64 num_bytes;
+};
+extern "C" __global__ void __launch_bounds__(kCopyThreads) zipccl_copy_own(const __grid_constant__ OwnCopy c) {
+    copy_bytes(c.to, c.from, c.num_bytes);
+}
 
 #ifdef ZIPSCAPE_EMULATE
 typedef void* cudaStream_t;
 typedef void* cudaEvent_t;
-typedef int cudaError_t;
+constexpr bool kFuses = false;                             // a rank's turn comes only when others have sent: ranks run one after the other
 #define ZIPCCL_LAUNCH(kernel, grid, threads, stream, arguments) (void)(stream), emulate::launch(grid, threads, [&] { kernel(arguments); })
 static int last_error() { return 0; }
 static int copy(void* to, const void* from, i64 num_bytes, cudaStream_t) {
     memcpy(to, from, num_bytes);
     return 0;
 }
-static int after(cudaStream_t, cudaEvent_t, cudaStream_t) { return 0; }
 static int record(cudaEvent_t, cudaStream_t) { return 0; }
 static int wait_for(cudaStream_t, cudaEvent_t) { return 0; }
 static int make(cudaStream_t*, bool) { return 0; }
@@ -54,6 +62,7 @@ static int make(cudaEvent_t*) { return 0; }
 static int is_done(cudaEvent_t) { return 1; }
 static void destroy(cudaStream_t*, u32, cudaEvent_t*, u32) {}
 #else
+constexpr bool kFuses = true;
 #define ZIPCCL_LAUNCH(kernel, grid, threads, stream, arguments) kernel<<<grid, threads, 0, stream>>>(arguments)
 static int last_error() { return (int)cudaGetLastError(); }
 static int copy(void* to, const void* from, i64 num_bytes, cudaStream_t stream) {
@@ -61,10 +70,6 @@ static int copy(void* to, const void* from, i64 num_bytes, cudaStream_t stream) 
 }
 static int record(cudaEvent_t event, cudaStream_t stream) { return (int)cudaEventRecord(event, stream); }
 static int wait_for(cudaStream_t stream, cudaEvent_t event) { return (int)cudaStreamWaitEvent(stream, event, 0); }
-static int after(cudaStream_t first, cudaEvent_t event, cudaStream_t then) {
-    const int code = record(event, first);
-    return code ? code : wait_for(then, event);
-}
 static int make(cudaStream_t* stream, bool urgent) {
     int least, greatest;
     const cudaError_t code = cudaDeviceGetStreamPriorityRange(&least, &greatest);
@@ -84,47 +89,263 @@ static void destroy(cudaStream_t* streams, u32 num_streams, cudaEvent_t* events,
 #define ZIPCCL_TRY(expression) \
     if (const int code = (expression)) return code
 
+static int after(cudaStream_t first, cudaEvent_t event, cudaStream_t then) {
+    const int code = record(event, first);
+    return code ? code : wait_for(then, event);
+}
+
+extern "C" {
+
+// symmetric_calls.py repeats both. Sizes in bytes; host memory, read before return.
+struct Part {
+    const void* geometry;                                  // as zipccl_cuda_encode takes it
+    i64 start, raw_bytes, frame_bytes;                     // of each row, from its byte `start` on
+    i64 slot_bytes, num_slots, frame_stride, num_frames;   // its region: slots for the peers' frames, then the frames for them
+};
+
+// A call. For rank r: the row at `rows` + r * row_stride goes there, its row comes to `out` + r * out_stride (strides may be 0), or into the
+// sum `out` in rank order with `own`, this rank's row (null: no sum). `num_lanes` > 0: frames are made here and moved by the copy engines,
+// on so many streams (1 or 2) in turns; 0: encode writes them to the peers. `made`: the parts' frames, where they exist.
+struct Exchange {
+    const u8* rows;
+    i64 row_stride;
+    u8* out;
+    i64 out_stride;
+    const u8* own;
+    u8* copy_to;                                           // this rank's own part of a result; 0 bytes: none
+    const u8* copy_from;
+    i64 copy_bytes;
+    i64 num_lanes, num_parts;
+    const Part* parts;
+    const u8* const* made;
+    void *status, *workspace;                              // for encode
+    cudaStream_t stream;
+};
+
+typedef int (*Encode)(const void* geometry, const void* x, i64 row_stride, void* frames, i64 frame_stride, i64 num_rows, i64 skip,
+                      void* status, void* workspace, cudaStream_t stream);
+}
+
 namespace {
 
-enum { kPush0, kPush1, kTell, kReceive, kOwn, kNumStreams };
+enum { kOwn = kNumLanes, kNumStreams };
 constexpr u32 kNumDone = 64;
+constexpr u32 kLead = 3;                   // messages sent before the first is received: on their way while one is encoded and one decoded
+constexpr i64 kManyMessages = 16;
+
+struct Message {
+    i64 number, offset;
+    const Part* part;
+    Turn announcement;
+};
 
 struct Engine {
-    u32 rank, num_ranks;
-    u8* memory[kMaxRanks];                                 // the ranks' symmetric memory; signal words at its start
-    u32 *raw, *counters;                                   // own scratch, kMaxRanks words each, zeroed by the caller
-    u32* errors;
-    u64 timeout_ns;
+    Turn nothing;                                          // who is who; to be filled in
+    Encode encode;
+    Ring ring;
+    u32 *counters, *overflows;                             // [kNumLanes][kMaxRanks]
     u32 num_pushes;
+    i64 needed, num_read, num_told;                        // must be read for all regions to be free; reception is queued; peers are told
+    std::deque<std::pair<cudaStream_t, i64>> claimed;      // by stream: what it has waited for
     cudaStream_t streams[kNumStreams];
-    cudaEvent_t made, pushed[2], step, done[kNumDone];
+    cudaEvent_t made, step, moved[kNumLanes], done[kNumDone];
 
-    u32* arrived(u32 at, u32 from) const { return (u32*)memory[at] + from * kWordStride; }
-    u32* read_by(u32 at, u32 by) const { return (u32*)memory[at] + (kMaxRanks + by) * kWordStride; }
+    Exchange x;                                            // the call that is being queued
+    u32 next;
+    bool has_place, is_moving[kNumLanes];
+    i64 before, num_calls;
+    Message place;
+    std::deque<Message> waiting;
+
+    u32 rank() const { return nothing.rank; }
+    u32 num_ranks() const { return nothing.num_ranks; }
+    u8* memory() const { return nothing.memory[nothing.rank]; }
+    // What rows of `stride` bytes for the ranks count from. Of two ranks only the other one has a place; else each, this one's left empty.
+    i64 row_0(i64 offset, i64 stride) const { return num_ranks() == 2 ? offset - (1 - rank()) * stride : offset; }
+    i64 own_row(i64 offset, i64 stride) const { return num_ranks() == 2 ? offset : offset + rank() * stride; }
+    // A call in one part is a chain on one stream, where it costs the least time of the host. Parts use all there is.
+    bool is_chain() const { return x.num_parts == 1; }
+    u32 lane_of(i64 message) const { return is_chain() ? (u32)kChain : x.num_lanes > 1 ? (u32)(message % 2) : (u32)kPush0; }
 };
+
+int launch_turn(const Turn& t, cudaStream_t stream) {
+    const u32 num_peers = t.num_ranks - 1;
+    ZIPCCL_LAUNCH(zipccl_turn, t.sent ? dim3(kAnnounceCtas, num_peers) : dim3(1), t.sent ? kCopyThreads : kMaxRanks, stream, t);
+    return last_error();
+}
+
+// The caller's stream waits until all ranks, this one too, have read the messages whose regions are needed: then nobody uses them any more.
+// Where there is time, it waits for more at once, so that small calls seldom wait.
+int claim(Engine* e) {
+    i64* known = nullptr;
+    for (auto& entry : e->claimed)
+        if (entry.first == e->x.stream) known = &entry.second;
+    if (!known) {
+        if (e->claimed.size() == 16) e->claimed.pop_front();           // a stream that is forgotten waits once more
+        e->claimed.emplace_back(e->x.stream, 0);
+        known = &e->claimed.back().second;
+    }
+    if (*known >= e->needed) return 0;
+    Turn t = e->nothing;
+    const i64 ahead = e->num_told - e->needed;
+    *known = e->needed + (ahead >= kManyMessages ? ahead / 2 : 0);
+    t.read = (u32)*known;
+    return launch_turn(t, e->x.stream);
+}
+
+int copy_own(Engine* e, cudaStream_t stream) {
+    const OwnCopy c = {e->x.copy_to, e->x.copy_from, e->x.copy_bytes};
+    if (((size_t)c.to | (size_t)c.from) % 16) return copy(c.to, c.from, c.num_bytes, stream);
+    const i64 needed = (c.num_bytes / 64 + kCopyThreads) / kCopyThreads;
+    ZIPCCL_LAUNCH(zipccl_copy_own, dim3(needed < kOwnCtas ? (u32)needed : kOwnCtas), kCopyThreads, stream, c);
+    return last_error();
+}
+
+// Queues a message to all peers: encode on the caller's stream, copies and what tells of them on its lane's.
+int send(Engine* e) {
+    const Exchange& x = e->x;
+    Message& m = e->place;
+    const Part& p = *m.part;
+    const u8* made = x.made ? x.made[e->next] : nullptr;
+    const bool same = x.row_stride == 0;
+    const u32 lane = e->lane_of(m.number), num_ranks = e->num_ranks();
+    cudaStream_t stream = e->streams[lane];
+    ZIPCCL_TRY(claim(e));
+    Turn& t = m.announcement = e->nothing;
+    t.sent = (u32)m.number, t.sent_lane = lane, t.counters = e->counters + lane * kMaxRanks;
+    t.overflows = e->overflows + lane * kMaxRanks;
+    t.slot = e->own_row(m.offset, p.slot_bytes), t.raw_bytes = p.raw_bytes;
+    t.rows = x.rows + p.start, t.row_stride = x.row_stride, t.frame_stride = same ? 0 : p.frame_stride;
+    if (x.num_lanes) t.frames = made ? made : e->memory() + e->row_0(m.offset + p.num_slots * p.slot_bytes, t.frame_stride);
+    if (!x.num_lanes) {
+        for (u32 i = 1; i < num_ranks; i++) {
+            const u32 peer = (e->rank() + i) % num_ranks;
+            ZIPCCL_TRY(e->encode(p.geometry, t.rows + peer * x.row_stride, 0, e->nothing.memory[peer] + t.slot, p.slot_bytes, 1, -1, x.status,
+                                 x.workspace, x.stream));
+        }
+    } else if (!made) {
+        ZIPCCL_TRY(e->encode(p.geometry, t.rows, x.row_stride, (u8*)t.frames, t.frame_stride, same ? 1 : num_ranks, same ? -1 : (i64)e->rank(),
+                             x.status, x.workspace, x.stream));
+    }
+    ZIPCCL_TRY(after(x.stream, e->made, stream));
+    e->is_moving[lane] = true;
+    for (u32 i = 1; x.num_lanes && i < num_ranks; i++) {
+        const u32 peer = (e->rank() + i) % num_ranks;                  // not all to the same one at the same time
+        ZIPCCL_TRY(copy(e->nothing.memory[peer] + t.slot, t.frames + peer * t.frame_stride, p.frame_bytes, stream));
+    }
+    if (e->is_chain() && kFuses) return 0;
+    return launch_turn(t, stream);
+}
+
+// Queues the reception of the oldest message on its way.
+int receive(Engine* e) {
+    const Exchange& x = e->x;
+    const Message m = e->waiting.front();
+    e->waiting.pop_front();
+    const Part& p = *m.part;
+    cudaStream_t stream = e->streams[kChain];
+    Turn t = e->is_chain() && kFuses ? m.announcement : e->nothing;
+    t.done = (u32)e->num_read, t.wanted = (u32)m.number, t.wanted_lane = e->lane_of(m.number);
+    e->num_told = e->num_read, e->num_read = m.number;
+    t.arrivals = e->memory() + e->row_0(m.offset, p.slot_bytes), t.arrival_stride = p.slot_bytes;
+    ZIPCCL_TRY(launch_turn(t, stream));
+    Reception r = {};
+    Call& c = r.call;
+    memcpy(&c.g, p.geometry, sizeof c.g);
+    memcpy(c.header, (const u8*)p.geometry + sizeof c.g, sizeof c.header);
+    c.frames = (u8*)t.arrivals, c.frame_stride = t.arrival_stride;
+    c.x = x.own ? x.own + p.start : nullptr, c.out = x.out + p.start, c.row_stride = x.out_stride;
+    c.num_rows = e->num_ranks(), c.skip = e->rank(), c.status = t.errors;
+    r.raw = t.raw;
+    const u32 num_groups = (u32)c.g.num_tiles * (32 / kWarps), num_peers = e->num_ranks() - 1;
+#define ZIPCCL_RECEIVE(dtype)                                                                                           \
+    if (x.own && num_peers == 1) ZIPCCL_LAUNCH(zipccl_sum2_##dtype, dim3(num_groups), kWarps * 32, stream, r);         \
+    else if (x.own) ZIPCCL_LAUNCH(zipccl_sum_##dtype, dim3(num_groups), kWarps * 32, stream, r);                       \
+    else ZIPCCL_LAUNCH(zipccl_receive_##dtype, dim3(num_groups, num_peers), kWarps * 32, stream, r);
+    if (c.g.dtype_code == Bf16::kCode) {
+        ZIPCCL_RECEIVE(bf16)
+    } else if (c.g.dtype_code == Fp16::kCode) {
+        ZIPCCL_RECEIVE(fp16)
+    } else {
+        ZIPCCL_RECEIVE(fp32)
+    }
+    return last_error();
+}
+
+// Tells peers what is read; what else the call queued is then before its end: an announcement reads the input where a frame overflows.
+int end(Engine* e) {
+    cudaStream_t stream = e->streams[kChain];
+    Turn t = e->nothing;
+    t.done = (u32)(e->num_told = e->num_read);
+    ZIPCCL_TRY(launch_turn(t, stream));
+    for (u32 lane = 0; lane < kChain; lane++)
+        if (e->is_moving[lane]) ZIPCCL_TRY(after(e->streams[lane], e->moved[lane], stream));
+    if (e->x.copy_bytes && !e->is_chain()) ZIPCCL_TRY(after(e->streams[kOwn], e->step, stream));
+    return record(e->done[++e->num_calls % kNumDone], stream);
+}
+
+int start(Engine* e, const Exchange* x) {
+    e->x = *x, e->next = 0, e->has_place = false;
+    memset(e->is_moving, 0, sizeof e->is_moving);
+    if (e->is_chain()) return 0;                           // its stream waits once the frames are made
+    ZIPCCL_TRY(record(e->step, x->stream));
+    if (x->copy_bytes) ZIPCCL_TRY(wait_for(e->streams[kOwn], e->step));
+    return wait_for(e->streams[kChain], e->step);
+}
+
+// Queues the next step of the call: *more is 0 after the last one. A region is taken only when the reception of the message that had it is
+// queued, so that ranks whose streams share one queue of the hardware cannot wait for each other in a circle.
+int step(Engine* e, bool* more) {
+    *more = true;
+    if (e->next == e->x.num_parts) {
+        if (!e->waiting.empty()) return receive(e);
+        *more = false;
+        return end(e);
+    }
+    Message& m = e->place;
+    if (!e->has_place) {
+        m.part = e->x.parts + e->next;
+        const bool has_frames = e->x.num_lanes && !e->x.made;
+        e->ring.take(m.part->num_slots * m.part->slot_bytes + (has_frames ? m.part->num_frames * m.part->frame_stride : 0), m.number,
+                     m.offset, e->before);
+        e->has_place = true;
+    }
+    if (!e->waiting.empty() && (e->waiting.size() >= kLead || e->before > e->num_told)) return receive(e);
+    if (e->before > e->needed) e->needed = e->before;
+    ZIPCCL_TRY(send(e));
+    if (e->next == 0 && e->x.copy_bytes) ZIPCCL_TRY(copy_own(e, e->is_chain() ? e->x.stream : e->streams[kOwn]));
+    e->waiting.push_back(m);
+    e->next++, e->has_place = false;
+    return 0;
+}
 
 }  // namespace
 
 extern "C" {
 
-// Bytes at the start of a rank's symmetric memory that hold its signal words, zeroed before peers learn of the memory.
-i64 zipccl_symmetric_words_bytes() { return 2 * kMaxRanks * kWordStride * sizeof(u32); }
-// Bytes of scratch, zeroed.
-i64 zipccl_symmetric_scratch_bytes() { return 2 * kMaxRanks * sizeof(u32); }
+// Bytes at the start of a rank's symmetric memory that hold its words, zeroed before peers learn of the memory.
+i64 zipccl_symmetric_words_bytes() { return kWordsBytes; }
+// Bytes of scratch, and of host memory that kernels count overflowed frames in, a u32 for each lane and peer; both zeroed.
+i64 zipccl_symmetric_scratch_bytes() { return (1 + kNumLanes) * kMaxRanks * sizeof(u32); }
+i64 zipccl_symmetric_overflows_bytes() { return kNumLanes * kMaxRanks * sizeof(u32); }
 i64 zipccl_symmetric_max_ranks() { return kMaxRanks; }
 
-int zipccl_symmetric_open(i64 rank, i64 num_ranks, void* const* memory, void* scratch, void* errors, i64 timeout_ns, void** engine) {
+// `memory`: the ranks' symmetric memory of num_bytes each. `encode`: zipccl_cuda_encode.
+int zipccl_symmetric_open(i64 rank, i64 num_ranks, void* const* memory, i64 num_bytes, void* scratch, void* overflows,
+                          void* errors, i64 timeout_ns, Encode encode, void** engine) {
     Engine* e = new (std::nothrow) Engine();
     if (!e) return 2;
     *engine = e;
-    e->rank = (u32)rank, e->num_ranks = (u32)num_ranks, e->timeout_ns = (u64)timeout_ns;
-    memcpy(e->memory, memory, num_ranks * sizeof *memory);
-    e->raw = (u32*)scratch, e->counters = e->raw + kMaxRanks, e->errors = (u32*)errors;
-    for (u32 i = 0; i < kNumStreams; i++) ZIPCCL_TRY(make(e->streams + i, i == kReceive || i == kTell));
+    Turn& t = e->nothing;
+    t.rank = (u32)rank, t.num_ranks = (u32)num_ranks, t.timeout_ns = (u64)timeout_ns;
+    memcpy(t.memory, memory, num_ranks * sizeof *memory);
+    t.raw = (u32*)scratch, t.errors = (u32*)errors;
+    e->counters = t.raw + kMaxRanks, e->overflows = (u32*)overflows, e->encode = encode;
+    e->ring.first = kWordsBytes, e->ring.room = (num_bytes - kWordsBytes) / kRegionAlign * kRegionAlign;
+    for (u32 i = 0; i < kNumStreams; i++) ZIPCCL_TRY(make(e->streams + i, i != kOwn));
     ZIPCCL_TRY(make(&e->made));
-    ZIPCCL_TRY(make(e->pushed));
-    ZIPCCL_TRY(make(e->pushed + 1));
     ZIPCCL_TRY(make(&e->step));
+    for (u32 i = 0; i < kNumLanes; i++) ZIPCCL_TRY(make(e->moved + i));
     for (u32 i = 0; i < kNumDone; i++) ZIPCCL_TRY(make(e->done + i));
     return 0;
 }
@@ -132,116 +353,37 @@ int zipccl_symmetric_open(i64 rank, i64 num_ranks, void* const* memory, void* sc
 // With nothing in flight.
 void zipccl_symmetric_close(void* engine) {
     Engine* e = (Engine*)engine;
-    destroy(e->streams, kNumStreams, &e->made, 4 + kNumDone);
+    destroy(e->streams, kNumStreams, &e->made, 2 + kNumLanes + kNumDone);
     delete e;
 }
 
-// A call starts: what is received or copied waits for what is on `stream` by now.
-int zipccl_symmetric_begin(void* engine, cudaStream_t stream) {
+// Queues a call. The same calls in the same order on all ranks; the parts' regions must fit in the memory.
+int zipccl_symmetric_run(void* engine, const Exchange* exchange) {
     Engine* e = (Engine*)engine;
-    ZIPCCL_TRY(record(e->step, stream));
-    ZIPCCL_TRY(wait_for(e->streams[kReceive], e->step));
-    return wait_for(e->streams[kOwn], e->step);
+    ZIPCCL_TRY(start(e, exchange));
+    for (bool more = true; more;) ZIPCCL_TRY(step(e, &more));
+    return 0;
 }
 
-// `stream` waits until all ranks, this one too, have read message `message`: then nobody uses its place in anyone's memory any more.
-int zipccl_symmetric_claim(void* engine, i64 message, cudaStream_t stream) {
-    Engine* e = (Engine*)engine;
-    Turn t = {};
-    t.num_ranks = t.except = e->num_ranks, t.wanted = (u32)message;
-    t.words = e->read_by(e->rank, 0), t.errors = e->errors, t.timeout_ns = e->timeout_ns;
-    ZIPCCL_LAUNCH(zipccl_turn, dim3(1), kMaxRanks, stream, t);
-    return last_error();
+// The same step by step, for ranks that take turns in one process: start, then step until it says 0 (negative: an error).
+int zipccl_symmetric_start(void* engine, const Exchange* exchange) { return start((Engine*)engine, exchange); }
+int zipccl_symmetric_step(void* engine) {
+    bool more;
+    const int code = step((Engine*)engine, &more);
+    return code ? -code : more;
 }
 
-// Message `message` to all peers, whose frames are made on `stream`. For rank r: the frame at `frames` + r * frame_stride, the raw row at
-// `rows` + r * row_stride, the slot at `slot` + r * slot_stride of memory r (of this rank's own memory where `slots_here`). `lanes` > 0: the
-// frames, of frame_bytes, are copied to the slots by the copy engines, on so many streams (1 or 2) in turns; 0: they are there already, and
-// `frames` is not read.
-int zipccl_symmetric_send(void* engine, i64 message, const void* frames, i64 frame_stride, i64 frame_bytes, const void* rows, i64 row_stride,
-                          i64 raw_bytes, i64 slot, i64 slot_stride, i64 slots_here, i64 lanes, cudaStream_t stream) {
-    Engine* e = (Engine*)engine;
-    Announcement a = {};
-    a.message = (u32)message, a.raw_bytes = raw_bytes, a.counters = e->counters;
-    const bool moves = lanes > 0;
-    const u32 lane = lanes > 1 ? e->num_pushes++ % 2 : 0;
-    cudaStream_t push = e->streams[kPush0 + lane], tell = e->streams[kTell];
-    if (moves) ZIPCCL_TRY(after(stream, e->made, push));
-    for (u32 i = 0; i + 1 < e->num_ranks; i++) {
-        const u32 peer = (e->rank + 1 + i) % e->num_ranks;             // not all to the same one at the same time
-        u8* to = e->memory[slots_here ? e->rank : peer] + slot + peer * slot_stride;
-        const u8* frame = moves ? (const u8*)frames + peer * frame_stride : to;
-        if (moves) ZIPCCL_TRY(copy(to, frame, frame_bytes, push));
-        a.headers[i] = frame, a.slots[i] = to;
-        a.rows[i] = (const u8*)rows + peer * row_stride;
-        a.words[i] = e->arrived(peer, e->rank);
-    }
-    ZIPCCL_TRY(moves ? after(push, e->pushed[lane], tell) : after(stream, e->made, tell));
-    ZIPCCL_LAUNCH(zipccl_announce, dim3(kAnnounceCtas, e->num_ranks - 1), kAnnounceThreads, tell, a);
-    return last_error();
+// Takes a region as a call would: number, offset, the last message that had a part of it.
+void zipccl_symmetric_take(void* engine, i64 num_bytes, i64* taken) { ((Engine*)engine)->ring.take(num_bytes, taken[0], taken[1], taken[2]); }
+
+// What a stream has waited for: the last message whose region is known to be free.
+i64 zipccl_symmetric_claimed(void* engine, cudaStream_t stream) {
+    for (const auto& entry : ((Engine*)engine)->claimed)
+        if (entry.first == stream) return entry.second;
+    return 0;
 }
 
-// Takes message `message`: rank r's frame is at `slot` + r * slot_stride of this rank's memory (of memory r where `slots_there`), then in
-// row r of `out` (`own`: null), or in the sum `out` (`own`: this rank's row). `geometry` as zipccl_cuda_decode. `read_before`: a message to
-// report as read first, or 0.
-int zipccl_symmetric_receive(void* engine, const void* geometry, i64 message, i64 read_before, i64 slot, i64 slot_stride, i64 slots_there,
-                             const void* own, void* out, i64 row_stride) {
-    Engine* e = (Engine*)engine;
-    cudaStream_t stream = e->streams[kReceive];
-    Turn t = {};
-    t.num_ranks = e->num_ranks, t.except = e->rank, t.done = (u32)read_before, t.wanted = (u32)message;
-    t.words = e->arrived(e->rank, 0), t.raw = e->raw, t.errors = e->errors, t.timeout_ns = e->timeout_ns;
-    Reception r = {};
-    Call& c = r.call;
-    memcpy(&c.g, geometry, sizeof c.g);
-    memcpy(c.header, (const u8*)geometry + sizeof c.g, sizeof c.header);
-    c.x = (const u8*)own, c.out = (u8*)out, c.row_stride = row_stride;
-    c.num_rows = e->num_ranks, c.skip = e->rank, c.status = e->errors;
-    r.raw = e->raw;
-    for (u32 i = 0; i < e->num_ranks; i++) {
-        r.frames[i] = t.frames[i] = e->memory[slots_there ? i : e->rank] + slot + i * slot_stride;
-        t.ranks_words[i] = e->read_by(i, e->rank);
-    }
-    ZIPCCL_LAUNCH(zipccl_turn, dim3(1), kMaxRanks, stream, t);
-    ZIPCCL_TRY(last_error());
-    const u32 num_tiles = (u32)c.g.num_tiles, num_peers = e->num_ranks - 1;
-#define ZIPCCL_RECEIVE(F, dtype)                                                                                                \
-    if (own && num_peers == 1) ZIPCCL_LAUNCH(zipccl_sum2_##dtype, dim3(num_tiles * (32 / kSumWarps)), kSumWarps * 32, stream, r); \
-    else if (own) ZIPCCL_LAUNCH(zipccl_sum_##dtype, dim3(num_tiles * (32 / kSumWarps)), kSumWarps * 32, stream, r);               \
-    else if (slots_there)                                                                                                         \
-        ZIPCCL_LAUNCH(zipccl_pull_##dtype, dim3(num_tiles * (32 / kRemoteWarps<F>), num_peers), kRemoteWarps<F> * 32, stream, r); \
-    else ZIPCCL_LAUNCH(zipccl_receive_##dtype, dim3(num_tiles * (32 / kLocalWarps), num_peers), kLocalWarps * 32, stream, r);
-    if (c.g.dtype_code == Bf16::kCode) {
-        ZIPCCL_RECEIVE(Bf16, bf16)
-    } else if (c.g.dtype_code == Fp16::kCode) {
-        ZIPCCL_RECEIVE(Fp16, fp16)
-    } else {
-        ZIPCCL_RECEIVE(Fp32, fp32)
-    }
-    return last_error();
-}
-
-// This rank's own part of a result, beside the rest.
-int zipccl_symmetric_copy_own(void* engine, void* to, const void* from, i64 num_bytes) {
-    Engine* e = (Engine*)engine;
-    return copy(to, from, num_bytes, e->streams[kOwn]);
-}
-
-// A call ends: tells peers that `message` is read. `call` numbers the calls; join and is_done take it.
-int zipccl_symmetric_end(void* engine, i64 message, i64 call) {
-    Engine* e = (Engine*)engine;
-    cudaStream_t stream = e->streams[kReceive];
-    Turn t = {};
-    t.num_ranks = e->num_ranks, t.done = (u32)message;
-    for (u32 i = 0; i < e->num_ranks; i++) t.ranks_words[i] = e->read_by(i, e->rank);
-    ZIPCCL_LAUNCH(zipccl_turn, dim3(1), kMaxRanks, stream, t);
-    ZIPCCL_TRY(last_error());
-    ZIPCCL_TRY(after(e->streams[kOwn], e->step, stream));
-    ZIPCCL_TRY(after(e->streams[kTell], e->step, stream));              // it reads the input where a frame overflows
-    return record(e->done[call % kNumDone], stream);
-}
-
-// `stream` waits for the end of call `call` (of an earlier one: at least).
+// `stream` waits for the end of call `call`, counted from 1 (of an earlier one: at least).
 int zipccl_symmetric_join(void* engine, i64 call, cudaStream_t stream) {
     Engine* e = (Engine*)engine;
     return wait_for(stream, e->done[call % kNumDone]);

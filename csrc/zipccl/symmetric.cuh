@@ -1,12 +1,13 @@
-// Frames that ranks of one host read from or write into each other's memory (torch symmetric memory): the device side.
+// Frames that ranks of one host write into each other's memory (torch symmetric memory): the device side.
 //
-// A message is what every rank sends every other one in one step: a frame in a slot of the receiver's memory (or, where it pulls, of the
-// sender's). A slot has room for the row as it is. If its frame overflows, the sender puts the raw row behind the frame's header instead;
-// the receiver sees that by the header. So nobody asks a host, and nothing is sent again.
+// A message is what every rank sends every other one in one step: a frame in a slot of the receiver's memory. A slot has room for the row as
+// it is. If its frame overflows, the sender puts the raw row behind the frame's header; the receiver sees that by the header. So nobody asks
+// a host, and nothing is sent again.
 //
-// Two words for each pair of ranks, in the symmetric memory of the one who waits: the number of the last message that arrived from a peer,
-// and of the last one that a peer is done with. Numbers only grow, so nothing is ever reset. A wait has a limit: a peer that died must
-// not keep this GPU for ever. What follows is a trap, since all that comes later would be computed from garbage.
+// Words for each pair of ranks, in the symmetric memory of the one who waits: the number of the last message that arrived from a peer, one
+// word for each lane (messages of different lanes overtake each other), and of the last one that a peer is done with. Numbers only grow, so
+// nothing is ever reset. A wait has a limit: a peer that died must not keep this GPU for ever. What follows is a trap, since all that comes
+// later would be computed from garbage.
 #ifndef ZIPCCL_SYMMETRIC_CUH
 #define ZIPCCL_SYMMETRIC_CUH
 
@@ -16,6 +17,7 @@ namespace zipscape {
 
 constexpr u32 kMaxRanks = 64;
 constexpr u32 kWordStride = 16;                            // u32s from one rank's word to the next: no two in one sector
+enum { kPush0, kPush1, kChain, kNumLanes };                // what a message is moved on: copies in turns, or one thing after the other
 enum { kPeerTimeout = 32 };                                // beside frame.cuh's kinds of corruption
 
 // ---- memory that other GPUs see
@@ -49,86 +51,109 @@ __device__ __forceinline__ void give_up() { __trap(); }
 
 // ---- telling and waiting
 
-// One CTA, a thread for each rank. In this order, each where its number is not 0: tells all, this rank too, that it has read message `done`;
-// waits for message `wanted` of all (`words`: this rank's own ones) but `except`; notes in `raw` which rows came raw.
+__device__ __host__ __forceinline__ u32* arrived_word(u8* memory, u32 lane, u32 from) {
+    return (u32*)memory + (lane * kMaxRanks + from) * kWordStride;
+}
+__device__ __host__ __forceinline__ u32* read_word(u8* memory, u32 by) { return (u32*)memory + (kNumLanes * kMaxRanks + by) * kWordStride; }
+constexpr u32 kWordsBytes = (kNumLanes + 1) * kMaxRanks * kWordStride * sizeof(u32);
+
+// What a rank does at the end of sending a message, then at the start of receiving one; each where its number is not 0. Grid: (any number
+// of CTAs, peers or 1 where nothing is sent).
 struct Turn {
-    u32 num_ranks, except, done, wanted;
-    u32* ranks_words[kMaxRanks];
-    const u32* words;
-    const u8* frames[kMaxRanks];                           // 0: nothing is to be noted
+    u32 rank, num_ranks;
+    u8* memory[kMaxRanks];                                 // the ranks' symmetric memory
+
+    // Tells peers that message `sent` is in the slot at `slot` of their memory; if its frame overflowed, puts the raw row there before that.
+    // Frame and row for rank r are r strides further; `frames`: where they were made, 0: in the slots themselves.
+    u32 sent, sent_lane;
+    i64 slot, raw_bytes, frame_stride, row_stride;
+    const u8 *frames, *rows;
+    u32* counters;                                         // [peers], zero before and after
+    u32* overflows;                                        // [peers], of host memory: how many frames overflowed
+
+    u32 done;                                              // tells all, this rank too, that it has read this message
+    u32 read;                                              // waits until all, this rank too, have read this message
+    u32 wanted, wanted_lane;                               // waits until this message of each peer has arrived; notes in `raw` which rows are raw
+    const u8* arrivals;                                    // rank r's frame is r strides further
+    i64 arrival_stride;
     u32* raw;                                              // [num_ranks]
     u32* errors;
     u64 timeout_ns;
 };
 
-__device__ __forceinline__ void take_turn(const Turn& t) {
-    const u32 r = threadIdx.x;
-    if (r >= t.num_ranks) return;
-    if (t.done) store_release(t.ranks_words[r], t.done);
-    if (!t.wanted || r == t.except) return;
+__device__ __forceinline__ void wait_until(const Turn& t, const u32* word, u32 message) {
     const u64 start = now_ns();
-    while ((int)(load_acquire(t.words + r * kWordStride) - t.wanted) < 0) {
+    while ((int)(load_acquire(word) - message) < 0) {
         if (now_ns() - start < t.timeout_ns) continue;
         atomicOr(t.errors, kPeerTimeout);
         give_up();
         return;
     }
-    if (t.frames[r]) t.raw[r] = load_acquire((const u32*)(t.frames[r] + kStatusOffset)) / kOverflowBit & 1;
 }
 
-// ---- sending
-
-// Grid: (any number of CTAs, rows). Row i goes to one peer: its frame is made and, if somebody else moves it, moved. Tells the peer; puts
-// the raw row into the slot before that if the frame overflowed.
-struct Announcement {
-    u32 message;
-    i64 raw_bytes;
-    const u8* headers[kMaxRanks];                          // of the frame, at a place where this rank's kernels wrote it
-    const u8* rows[kMaxRanks];
-    u8* slots[kMaxRanks];
-    u32* words[kMaxRanks];                                 // the peer's
-    u32* counters;                                         // [rows], zero before and after
-};
-
+// 16 bytes at a time where both are aligned: whole numbers of elements, of at least two bytes.
 __device__ __forceinline__ void copy_bytes(u8* to, const u8* from, i64 num_bytes) {
+    constexpr u32 kAhead = 4;
     const i64 first = (i64)blockIdx.x * blockDim.x + threadIdx.x, step = (i64)gridDim.x * blockDim.x;
-    const i64 wide = is_aligned(from, 16) ? num_bytes / 16 : 0;
-    for (i64 i = first; i < wide; i += step) ((uint4*)to)[i] = ((const uint4*)from)[i];
+    const i64 wide = is_aligned(from, 16) && is_aligned(to, 16) ? num_bytes / 16 : 0;
+    for (i64 i = first; i < wide; i += kAhead * step) {
+        uint4 v[kAhead];
+#pragma unroll
+        for (u32 k = 0; k < kAhead; k++)
+            if (i + k * step < wide) v[k] = ((const uint4*)from)[i + k * step];
+#pragma unroll
+        for (u32 k = 0; k < kAhead; k++)
+            if (i + k * step < wide) ((uint4*)to)[i + k * step] = v[k];
+    }
     for (i64 i = wide * 8 + first; i < num_bytes / 2; i += step) ((u16*)to)[i] = ((const u16*)from)[i];
 }
 
-__device__ __forceinline__ void announce(const Announcement& a) {
+__device__ __forceinline__ void announce(const Turn& t) {
     __shared__ bool is_last;
-    const u32 row = blockIdx.y;
-    if ((((const u32*)a.headers[row])[kStatusOffset / 4] & kOverflowBit) == 0) {
+    const u32 i = blockIdx.y, peer = (t.rank + 1 + i) % t.num_ranks;
+    u8* slot = t.memory[peer] + t.slot;
+    u32* word = arrived_word(t.memory[peer], t.sent_lane, t.rank);
+    const u8* header = t.frames ? t.frames + peer * t.frame_stride : slot;
+    if ((((const u32*)header)[kStatusOffset / 4] & kOverflowBit) == 0) {
         if (blockIdx.x || threadIdx.x) return;
         fence_all();
-        store_release(a.words[row], a.message);
+        store_release(word, t.sent);
         return;
     }
-    copy_bytes(a.slots[row] + kHeaderBytes, a.rows[row], a.raw_bytes);
+    copy_bytes(slot + kHeaderBytes, t.rows + peer * t.row_stride, t.raw_bytes);
     fence_all();
     __syncthreads();
-    if (threadIdx.x == 0) is_last = atomicAdd(a.counters + row, 1) == gridDim.x - 1;
+    if (threadIdx.x == 0) is_last = atomicAdd(t.counters + i, 1) == gridDim.x - 1;
     __syncthreads();
     if (!is_last || threadIdx.x) return;
-    a.counters[row] = 0;
+    t.counters[i] = 0;
+    *(volatile u32*)(t.overflows + i) += 1;
     fence_all();
-    store_release(a.words[row], a.message);
+    store_release(word, t.sent);
+}
+
+__device__ __forceinline__ void take_turn(const Turn& t) {
+    const u32 r = threadIdx.x;
+    if (t.sent) announce(t);
+    if (blockIdx.x || blockIdx.y || r >= t.num_ranks) return;
+    if (t.done) store_release(read_word(t.memory[r], t.rank), t.done);
+    if (t.read) wait_until(t, read_word(t.memory[t.rank], r), t.read);
+    if (!t.wanted || r == t.rank) return;
+    wait_until(t, arrived_word(t.memory[t.rank], t.wanted_lane, r), t.wanted);
+    t.raw[r] = load_acquire((const u32*)(t.arrivals + r * t.arrival_stride + kStatusOffset)) / kOverflowBit & 1;
 }
 
 // ---- receiving
 
-// `call` as for decode and decode_reduce, but for `frames` and `frame_stride`, which are not read.
+// `call` as for decode and decode_reduce.
 struct Reception {
     Call call;
-    const u8* frames[kMaxRanks];
     const u32* raw;                                        // [rows] not 0: the row lies raw behind its header
 };
 
 struct PeerFrames {
     const Reception* r;
-    __device__ __forceinline__ const u8* frame(i64 row) const { return r->frames[row]; }
+    __device__ __forceinline__ const u8* frame(i64 row) const { return r->call.frames + row * r->call.frame_stride; }
     __device__ __forceinline__ bool is_raw(i64 row) const { return r->raw[row] != 0; }
 };
 
@@ -139,7 +164,7 @@ __device__ __forceinline__ void receive_blocks(const Reception& r) {
     constexpr u32 kRawBytes = kBlockElems * F::kItem;
     const Call& c = r.call;
     const i64 row = row_of(c, blockIdx.y);
-    const u8* frame = r.frames[row];
+    const u8* frame = PeerFrames{&r}.frame(row);
     u8* out_row = c.out + row * c.row_stride;
     if (!r.raw[row]) {
         decode_blocks_of<L, kWarps>(c, frame, out_row);

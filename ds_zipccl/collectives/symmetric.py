@@ -1,14 +1,11 @@
 """The one-sided transport: ranks of one host whose GPUs see each other's memory exchange frames without a communicator.
 
 A call is cut into parts of whole tiles. For each, a rank encodes what goes to its peers and sends it as a message: a frame in a slot of
-the receiver's memory, or of its own where the receiver pulls. Peers decode (or decode and add up, in rank order) as messages arrive, beside
-what is still encoded and on its way. All that ranks agree on goes from GPU to GPU (csrc/zipccl/symmetric.cuh): the host waits for
-nothing, also where a frame overflows.
-
-Ways (``Way``): ``copy`` the copy engines move frames, so that a link is used to its full and multiprocessors are free; ``store`` encode
-writes into the peer's memory, which takes fewest steps; ``pull`` the receiver reads frames where they were made.
+the receiver's memory. Peers decode (or decode and add up, in rank order) as messages arrive, beside what is still encoded and on its way.
+All that ranks agree on goes from GPU to GPU (csrc/zipccl/symmetric.cuh): the host waits for nothing, also where a frame overflows, and
+queues a whole call at once (csrc/zipccl/symmetric.cu).
 """
-import enum
+import ctypes
 import functools
 from collections import deque
 from dataclasses import dataclass
@@ -21,36 +18,21 @@ import torch.distributed as dist
 from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.codec.format import BLOCK_ELEMS, DEFAULT_SPILL_PER_TILE, HEADER_BYTES, TILE_ELEMS, layout
 from ds_zipccl.collectives import streams
-from ds_zipccl.collectives.ring import Ring, align
+from ds_zipccl.kernels.cuda_calls import packed_geometry, workspace_words
 from ds_zipccl.kernels.geometry import Geometry
+from ds_zipccl.kernels.symmetric_calls import Exchange, Part
 from zipscape.errors import BuildError
 
-LEAD = 3                    # messages sent before the first is received: what is on its way while one is encoded and one decoded
-LANES = 2                   # streams on which copy engines take turns: one begins while another ends
-NUM_IN_RING = 8             # messages of a call that have room: with LEAD in flight here, peers may be as far behind
+ALIGN_BYTES = 128
+NUM_LANES = 2               # streams on which copy engines take turns: one begins while another ends
+NUM_IN_RING = 8             # messages of a call that have room: some on their way here, and peers may be as far behind
+FIRST_PART_BYTES, LAST_PART_BYTES = 8 << 20, 64 << 20      # raw bytes of a row in the smallest and largest parts of a large call
+MAX_STORED_BYTES = 16 << 20                                # of a row that encode writes to the one peer, rather than copy engines
 MAX_KEPT = 32               # calls whose tensors are kept at most: beyond, the oldest is joined
 
 
-class Way(enum.Enum):
-    COPY = "copy"
-    STORE = "store"
-    PULL = "pull"
-
-
-@dataclass(frozen=True)
-class Part:
-    """Elements ``start`` .. ``start + g.numel`` of each row, as one message. Bytes: ``slot`` of a slot, ``out`` of a frame beside them,
-    ``slots``, ``outs``: how many."""
-    start: int
-    g: Geometry
-    slot_bytes: int
-    num_slots: int
-    frame_stride: int
-    num_frames: int
-
-    @property
-    def message_bytes(self) -> int:
-        return self.num_slots * self.slot_bytes + self.num_frames * self.frame_stride
+def align(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def slot_bytes(g: Geometry) -> int:
@@ -58,121 +40,66 @@ def slot_bytes(g: Geometry) -> int:
     return align(max(g.frame_bytes, HEADER_BYTES + -(-g.numel // BLOCK_ELEMS) * BLOCK_ELEMS * g.itemsize))
 
 
-@functools.lru_cache(maxsize=1024)
-def plan(dtype: torch.dtype, row_numel: int, world_size: int, same_for_all: bool, way: Way, spill_per_tile: int, part_bytes: int,
-         room: int) -> tuple[Part, ...]:
-    """The parts of rows of ``row_numel`` elements, each of at most about ``part_bytes`` raw bytes.
-
-    NUM_IN_RING messages fit in ``room`` bytes; empty if not even a tile of each would. ``same_for_all``: peers get the same frame
-    (all-gather). A function of what all ranks know.
-    """
-    row = BY_TORCH[dtype]
-    others = 1 if world_size == 2 else world_size          # a rank's own place among more is left empty: addresses are then plain strides
-    numel = row_numel
-
-    def part(start: int, count: int) -> Part:
-        g = layout(row, count, spill_per_tile=spill_per_tile)
-        num_slots = 1 if way is Way.PULL and same_for_all else others
-        num_frames = 0 if way is not Way.COPY else 1 if same_for_all else others
-        return Part(start, g, slot_bytes(g), num_slots, align(g.frame_bytes), num_frames)
-
-    if numel * row.itemsize > part_bytes:
-        numel = max(1, part_bytes // (TILE_ELEMS * row.itemsize)) * TILE_ELEMS
-    while part(0, numel).message_bytes > room // NUM_IN_RING:
-        if numel <= TILE_ELEMS:
-            return ()
-        numel = max(1, numel // 2 // TILE_ELEMS) * TILE_ELEMS
-    return tuple(part(start, min(numel, row_numel - start)) for start in range(0, row_numel, numel))
+def part_sizes(num_tiles: int, first: int, largest: int) -> list[int]:
+    """Cuts a row, all in tiles. Nothing is on the links while the first part is encoded and the last one decoded, so both are small; each
+    part costs the host launches, so those between are twice as large, and so on up to ``largest``."""
+    ends, size, left = [], first, num_tiles
+    while left >= 4 * size and size < largest:
+        ends.append(size)
+        size, left = 2 * size, left - 2 * size
+    middle = -(-left // -(-left // largest))
+    return [*ends, *(min(middle, left - at) for at in range(0, left, middle)), *reversed(ends)]
 
 
 @dataclass(frozen=True)
-class _Job:
-    """A call by addresses. ``own``: the row that is added, 0 where nothing is summed; ``row_stride``, ``out_stride``: bytes, 0 where there
-    is one row for all. ``made``: the parts' frames, where they were made beforehand (one row for all, ``Way.COPY``)."""
-    rows: int
-    row_stride: int
-    out: int
-    out_stride: int
-    own: int = 0
-    made: tuple[int, ...] = ()
+class Plan:
+    """The parts of a row: ``starts`` and ``geometries`` in elements, ``parts`` for C. ``words``: encode's workspace."""
+    starts: tuple[int, ...]
+    geometries: tuple[Geometry, ...]
+    parts: ctypes.Array
+    words: int
+    frame_bytes: int
+    keep: tuple
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.starts)
 
 
-class OneSided:
-    """Messages of one rank over memory that is there (``memory``: addresses, of ``num_bytes`` each). No torch group, no allocation.
+@functools.lru_cache(maxsize=1024)
+def plan(dtype: torch.dtype, row_numel: int, world_size: int, same_for_all: bool, spill_per_tile: int, room: int,
+         first_bytes: int = FIRST_PART_BYTES, largest_bytes: int = LAST_PART_BYTES) -> Plan | None:
+    """The parts of rows of ``row_numel`` elements; NUM_IN_RING of the largest fit in ``room`` bytes, None if not even a tile of each would.
+    ``same_for_all``: peers get the same frame (all-gather). A function of what all ranks know."""
+    row, tile_bytes = BY_TORCH[dtype], TILE_ELEMS * BY_TORCH[dtype].itemsize
+    others = 1 if world_size == 2 else world_size          # a rank's own place among more is left empty: addresses are then plain strides
+    num_frames = 1 if same_for_all else others
 
-    ``encode(g, x, row_stride, frames, frame_stride, num_rows, skip, stream)``: queues encode, by addresses.
-    """
+    def part(start: int, num_tiles: int) -> Geometry:
+        return layout(row, min(num_tiles * TILE_ELEMS, row_numel - start), spill_per_tile=spill_per_tile)
 
-    def __init__(self, engine, encode, rank: int, memory: list[int], first: int, num_bytes: int):
-        self._engine, self._encode, self._rank, self._memory = engine, encode, rank, memory
-        self._world_size, self.ring = len(memory), Ring(align(first), num_bytes - align(first))
-        self._needed, self._claimed = 0, {}            # messages that must be read for all places to be free; by stream: known to be
-        self._num_read = self._num_told = 0            # messages whose reception is queued; of which peers are told so
+    def region(g: Geometry) -> tuple[int, int, int, int]:
+        return slot_bytes(g), others, align(g.frame_bytes), num_frames
 
-    def _row(self, offset: int, rank: int, stride: int) -> int:
-        """Where row ``rank`` of the other ranks' rows is; of two ranks only the other one has a place."""
-        return offset if self._world_size == 2 else offset + rank * stride
+    def fits(num_tiles: int) -> bool:
+        slot, num_slots, frame, _ = region(part(0, num_tiles))
+        return num_slots * slot + num_frames * frame <= room // NUM_IN_RING
 
-    def _row_0(self, offset: int, stride: int) -> int:
-        """What rows count from: row r is ``r * stride`` further."""
-        return offset - (1 - self._rank) * stride if self._world_size == 2 else offset
-
-    def messages(self, job: _Job, parts: tuple[Part, ...], way: Way, stream: int):
-        """Generates after each step that is queued: emulated peers take turns. A place is taken when its last message's reception is
-        queued, so that ranks whose streams share one queue of the hardware cannot wait for each other in a circle."""
-        waiting: deque = deque()
-        for i, part in enumerate(parts):
-            message, offset, before = self.ring.take(part.message_bytes)
-            while waiting and (len(waiting) >= LEAD or before > self._num_told):
-                yield self._receive(job, *waiting.popleft(), way)
-            self._needed = max(self._needed, before)
-            self._send(job, part, message, offset, way, stream, job.made[i] if job.made else 0)
-            waiting.append((part, message, offset))
-            yield
-        while waiting:
-            yield self._receive(job, *waiting.popleft(), way)
-
-    def end(self, call: int) -> None:
-        """After a call's messages; numbers of calls ascend."""
-        self._num_told = self._num_read
-        self._engine.end(self._num_read, call)
-
-    def _send(self, job: _Job, part: Part, message: int, offset: int, way: Way, stream: int, made: int) -> None:
-        g, here, same = part.g, self._memory[self._rank], job.row_stride == 0
-        x = job.rows + part.start * g.itemsize
-        if self._claimed.get(stream, 0) < self._needed:
-            self._engine.claim(self._needed, stream)
-            self._claimed[stream] = self._needed
-        if way is Way.PULL:
-            slot_stride = frame_stride = 0 if same else part.slot_bytes
-            slot = self._row_0(offset, slot_stride)
-            frames = here + slot
-        else:
-            slot, slot_stride = self._row(offset, self._rank, part.slot_bytes), 0
-            frame_stride = 0 if same else part.frame_stride
-            frames = made or here + self._row_0(offset + part.num_slots * part.slot_bytes, frame_stride)
-        if made:
-            pass
-        elif way is Way.STORE:
-            for peer, memory in enumerate(self._memory):
-                if peer != self._rank:
-                    self._encode(g, x + peer * job.row_stride, 0, memory + slot, part.slot_bytes, 1, -1, stream)
-        elif same:
-            self._encode(g, x, 0, frames, part.slot_bytes, 1, -1, stream)
-        else:
-            self._encode(g, x, job.row_stride, frames, frame_stride, self._world_size, self._rank, stream)
-        self._engine.send(message, frames, frame_stride, g.frame_bytes, x, job.row_stride, g.numel * g.itemsize, slot, slot_stride,
-                          way is Way.PULL, LANES if way is Way.COPY else 0, stream)
-
-    def _receive(self, job: _Job, part: Part, message: int, offset: int, way: Way) -> None:
-        g, at = part.g, part.start * part.g.itemsize
-        if way is Way.PULL:
-            slot, slot_stride = offset if job.row_stride == 0 else self._row(offset, self._rank, part.slot_bytes), 0
-        else:
-            slot, slot_stride = self._row_0(offset, part.slot_bytes), part.slot_bytes
-        own = job.own + at if job.own else 0
-        self._engine.receive(g, message, self._num_read, slot, slot_stride, way is Way.PULL, own, job.out + at, job.out_stride)
-        self._num_told, self._num_read = self._num_read, message
+    num_tiles = -(-row_numel // TILE_ELEMS)
+    largest = min(num_tiles, max(1, largest_bytes // tile_bytes))
+    while not fits(largest):
+        if largest == 1:
+            return None
+        largest //= 2
+    starts, geometries = [], []
+    for size in part_sizes(num_tiles, min(largest, max(1, first_bytes // tile_bytes)), largest):
+        starts.append(starts[-1] + geometries[-1].numel if starts else 0)
+        geometries.append(part(starts[-1], size))
+    keep = tuple(packed_geometry(g) for g in geometries)
+    parts = (Part * len(starts))(*((packed, first * row.itemsize, g.numel * row.itemsize, g.frame_bytes, *region(g))
+                                   for packed, first, g in zip(keep, starts, geometries, strict=True)))
+    return Plan(tuple(starts), tuple(geometries), parts, max(workspace_words(num_frames, g) for g in geometries),
+                sum(g.frame_bytes for g in geometries), keep)
 
 
 class SymmetricWork(dist.Work):
@@ -208,38 +135,43 @@ class SymmetricWork(dist.Work):
 class SymmetricTransport:
     """One group's. All ranks must make the same calls in the same order; tensors are dense, of one of the codec's dtypes.
 
-    Made by ``open_transport``. ``part_bytes``: raw bytes of a row in one message.
+    Made by ``open_transport``. ``first_bytes``, ``largest_bytes``, ``stored_bytes``, ``num_lanes``: see the constants.
     """
 
-    def __init__(self, engine, kernels, rank: int, device: torch.device, memory: list[int], num_bytes: int, first: int, keep_alive):
-        self.device, self.rank, self.world_size = device, rank, len(memory)
-        self._engine, self._kernels, self._keep_alive = engine, kernels, keep_alive
+    def __init__(self, engine, workspace, rank: int, device: torch.device, world_size: int, room: int, overflows: torch.Tensor, keep_alive):
+        """``workspace(stream, num_words)``: the address of encode's workspace."""
+        self.device, self.rank, self.world_size = device, rank, world_size
+        self._engine, self._workspace, self._room, self._overflows, self._keep_alive = engine, workspace, room, overflows, keep_alive
         self._status = torch.zeros(1, dtype=torch.int32, device=device)
         self._status_at = self._status.data_ptr()
-        self._one_sided = OneSided(engine, self._encode, rank, memory, first, num_bytes)
         self._num_calls, self._kept = 0, deque()
-        self.part_bytes, self.spill_per_tile = 32 << 20, DEFAULT_SPILL_PER_TILE
+        self.first_bytes, self.largest_bytes, self.stored_bytes = FIRST_PART_BYTES, LAST_PART_BYTES, MAX_STORED_BYTES
+        self.num_lanes, self.spill_per_tile = NUM_LANES, DEFAULT_SPILL_PER_TILE
 
-    def _encode(self, g, x, row_stride, frames, frame_stride, num_rows, skip, stream) -> None:
-        self._kernels.encode_at(g, x, row_stride, frames, frame_stride, num_rows, skip, self._status_at, self.device.index, stream)
+    def plan(self, dtype: torch.dtype, row_numel: int, same_for_all: bool) -> Plan | None:
+        """None: not even a tile of each row fits into the memory."""
+        return plan(dtype, row_numel, self.world_size, same_for_all, self.spill_per_tile, self._room, self.first_bytes, self.largest_bytes)
 
-    def _plan(self, dtype: torch.dtype, row_numel: int, same_for_all: bool, way: Way) -> tuple[Part, ...]:
-        parts = plan(dtype, row_numel, self.world_size, same_for_all, way, self.spill_per_tile, self.part_bytes, self._one_sided.ring.room)
-        if not parts:
+    @property
+    def num_overflows(self) -> int:
+        """Frames that this rank has sent raw, as far as the GPU has come."""
+        return int(self._overflows.sum())
+
+    def _run(self, dtype: torch.dtype, row_numel: int, rows: int, row_stride: int, out: int, out_stride: int, tensors, own: int = 0,
+             copy=(0, 0, 0), made: tuple[torch.Tensor, ...] = ()) -> SymmetricWork:
+        cut = self.plan(dtype, row_numel, row_stride == 0)
+        if cut is None:
             raise ValueError("not even one tile fits into the symmetric memory")
-        return parts
-
-    def _run(self, job: _Job, dtype: torch.dtype, row_numel: int, way: Way, own_copy, tensors) -> SymmetricWork:
-        parts = self._plan(dtype, row_numel, job.row_stride == 0, way)
         stream = streams.current(self.device)
-        self._engine.begin(stream)
-        if own_copy is not None and own_copy[0] != own_copy[1]:
-            self._engine.copy_own(*own_copy)
-        for _ in self._one_sided.messages(job, parts, way, stream):
-            pass
+        if copy[0] == copy[1]:
+            copy = (0, 0, 0)
+        is_stored = self.world_size == 2 and not made and cut.num_parts == 1 and row_numel * dtype.itemsize <= self.stored_bytes
+        frames = (ctypes.c_void_p * len(made))(*(frame.data_ptr() for frame in made)) if made else None
+        workspace = 0 if made else self._workspace(stream, cut.words)
+        self._engine.run(Exchange(rows, row_stride, out, out_stride, own, *copy, 0 if is_stored else self.num_lanes, cut.num_parts,
+                                  cut.parts, frames, self._status_at, workspace, stream))
         self._num_calls += 1
         call = self._num_calls
-        self._one_sided.end(call)
         self._kept.append((call, tensors))
         while self._kept and (len(self._kept) > MAX_KEPT or self._engine.is_done(self._kept[0][0])):
             done, _ = self._kept[0]
@@ -248,42 +180,33 @@ class SymmetricTransport:
             self._kept.popleft()
         return SymmetricWork(self, call, [tensors[0]])
 
-    def all_gather(self, out: torch.Tensor, own: torch.Tensor, way: Way = Way.COPY) -> SymmetricWork:
-        """``out`` [world_size * n] from every rank's ``own`` [n]; ``own`` may be its place in ``out``."""
+    def all_gather(self, out: torch.Tensor, own: torch.Tensor, made: tuple[torch.Tensor, ...] = ()) -> SymmetricWork:
+        """``out`` [world_size * n] from every rank's ``own`` [n]; ``own`` may be its place in ``out``. ``made``: ``make_frames`` of what
+        ``own`` is now, none of which overflows; on all ranks or none."""
         n, item = own.numel(), own.element_size()
-        to = out.data_ptr() + self.rank * n * item
-        job = _Job(own.data_ptr(), 0, out.data_ptr(), n * item)
-        return self._run(job, own.dtype, n, way, (to, own.data_ptr(), n * item), (out, own))
+        x, to = own.data_ptr(), out.data_ptr()
+        return self._run(own.dtype, n, x, 0, to, n * item, (out, own, *made), copy=(to + self.rank * n * item, x, n * item), made=made)
 
-    def make_frames(self, own: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The parts' frames of ``own`` for ``all_gather_made``, on the current stream."""
-        parts, frames, stream = self._plan(own.dtype, own.numel(), True, Way.COPY), [], streams.current(self.device)
-        for part in parts:
-            frames.append(torch.empty(align(part.g.frame_bytes), dtype=torch.uint8, device=self.device))
-            x = own.data_ptr() + part.start * part.g.itemsize
-            self._encode(part.g, x, 0, frames[-1].data_ptr(), frames[-1].numel(), 1, -1, stream)
+    def make_frames(self, own: torch.Tensor, kernels) -> tuple[torch.Tensor, ...]:
+        """The parts' frames of ``own`` for ``all_gather``, on the current stream."""
+        cut, frames = self.plan(own.dtype, own.numel(), True), []
+        for start, g in zip(cut.starts, cut.geometries, strict=True):
+            frames.append(torch.empty(1, align(g.frame_bytes), dtype=torch.uint8, device=self.device))
+            kernels.encode(own[None, start:start + g.numel], frames[-1], self._status, g)
         return tuple(frames)
 
-    def all_gather_made(self, out: torch.Tensor, own: torch.Tensor, frames: tuple[torch.Tensor, ...]) -> SymmetricWork:
-        """``all_gather`` of frames made before from ``own``, which must not have changed; none of them overflows."""
-        n, item = own.numel(), own.element_size()
-        job = _Job(own.data_ptr(), 0, out.data_ptr(), n * item, made=tuple(frame.data_ptr() for frame in frames))
-        to = out.data_ptr() + self.rank * n * item
-        return self._run(job, own.dtype, n, Way.COPY, (to, own.data_ptr(), n * item), (out, own, *frames))
-
-    def all_to_all(self, out: torch.Tensor, data: torch.Tensor, way: Way = Way.COPY) -> SymmetricWork:
+    def all_to_all(self, out: torch.Tensor, data: torch.Tensor) -> SymmetricWork:
         """``out``, ``data`` [world_size * n], equal pieces; they must not overlap."""
         n, item = data.numel() // self.world_size, data.element_size()
-        at = self.rank * n * item
-        job = _Job(data.data_ptr(), n * item, out.data_ptr(), n * item)
-        return self._run(job, data.dtype, n, way, (out.data_ptr() + at, data.data_ptr() + at, n * item), (out, data))
+        x, to, at = data.data_ptr(), out.data_ptr(), self.rank * n * item
+        return self._run(data.dtype, n, x, n * item, to, n * item, (out, data), copy=(to + at, x + at, n * item))
 
-    def reduce_scatter(self, out: torch.Tensor, data: torch.Tensor, way: Way = Way.COPY) -> SymmetricWork:
+    def reduce_scatter(self, out: torch.Tensor, data: torch.Tensor) -> SymmetricWork:
         """``out`` [n]: the sum in rank order of what ranks have for this one in ``data`` [world_size * n]; ``out`` may be this rank's
         place there."""
         n, item = out.numel(), out.element_size()
-        job = _Job(data.data_ptr(), n * item, out.data_ptr(), 0, data.data_ptr() + self.rank * n * item)
-        return self._run(job, data.dtype, n, way, None, (out, data))
+        x = data.data_ptr()
+        return self._run(data.dtype, n, x, n * item, out.data_ptr(), 0, (out, data), own=x + self.rank * n * item)
 
     def join(self, call: int) -> None:
         self._engine.join(call, streams.current(self.device))
@@ -327,7 +250,8 @@ def record_of(device: torch.device) -> dict:
     record = {"host": Path("/proc/sys/kernel/random/boot_id").read_text().strip(), "uuid": uuid(device.index),
               "peers": {uuid(index): torch.cuda.can_device_access_peer(device.index, index) for index in others}}
     try:
-        impl_cuda.load()
+        if impl_cuda.load().c_encode() is None:
+            record["error"] = "the CUDA kernels were compiled by NVRTC, which has no C launchers"
         symmetric_calls.load()
     except BuildError as error:
         record["error"] = str(error)
@@ -345,10 +269,11 @@ def open_transport(group: dist.ProcessGroup, device: torch.device, num_bytes: in
         memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
         memory[:calls.words_bytes].zero_()
         scratch = torch.zeros(calls.scratch_bytes, dtype=torch.uint8, device=device)
+        overflows = torch.zeros(calls.overflows_bytes // 4, dtype=torch.int32, pin_memory=True)
         torch.cuda.synchronize(device)                     # peers may write as soon as they know the address
         handle = symmetric_memory.rendezvous(memory, group)
         addresses = list(handle.buffer_ptrs)
-        engine = calls.open(group.rank(), addresses, scratch.data_ptr(), kernels.error_word(device.index),
-                            int(timeout.total_seconds() * 1e9))
-        return SymmetricTransport(engine, kernels, group.rank(), device, addresses, num_bytes, calls.words_bytes,
-                                  (memory, handle, scratch))
+        engine = calls.open(group.rank(), addresses, num_bytes, scratch.data_ptr(), overflows.data_ptr(), kernels.error_word(device.index),
+                            int(timeout.total_seconds() * 1e9), kernels.c_encode())
+        return SymmetricTransport(engine, functools.partial(kernels.workspace, device.index), group.rank(), device, len(addresses),
+                                  num_bytes - calls.words_bytes, overflows, (memory, handle, scratch))

@@ -132,12 +132,15 @@ class CudaKernels:
         self._calls.encode(g, x.data_ptr(), x.stride(0) * g.itemsize, frames.data_ptr(), frames.stride(0), rows, skip,
                            status.data_ptr(), workspace, stream)
 
-    def encode_at(self, g: Geometry, x: int, row_stride: int, frames: int, frame_stride: int, num_rows: int, skip: int, status: int,
-                  index: int, stream: int) -> None:
-        """``encode`` by addresses (frames: multiples of FRAME_ALIGN) and strides in bytes, on a stream of device ``index``, the current
+    def workspace(self, index: int, stream: int, num_words: int) -> int:
+        """Address of ``num_words`` words of 8 bytes, zero between calls, for encode calls on a stream of device ``index``, the current
         one."""
-        workspace = self._device(index).workspace(stream, workspace_words(num_rows, g))
-        self._calls.encode(g, x, row_stride, frames, frame_stride, num_rows, skip, status, workspace, stream)
+        return self._device(index).workspace(stream, num_words)
+
+    def c_encode(self):
+        """The C function zipccl_cuda_encode; None where NVRTC compiled the kernels."""
+        library = getattr(self._calls, "library", None)
+        return library and library.zipccl_cuda_encode
 
     def error_word(self, index: int) -> int:
         """Address of the word in which kernels of device ``index`` note corruption; ``raise_on_error`` reads it."""

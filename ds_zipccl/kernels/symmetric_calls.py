@@ -3,20 +3,32 @@ import ctypes
 import functools
 
 from ds_zipccl.errors import KernelError
-from ds_zipccl.kernels.cuda_calls import packed_geometry
-from ds_zipccl.kernels.geometry import Geometry
 from zipscape.errors import describe
 from zipscape.op_builder.zipccl import ZIPCCL_SYMMETRIC
 
 _P, _I = ctypes.c_void_p, ctypes.c_int64
+
+
+class Part(ctypes.Structure):
+    """Elements of each row from byte ``start`` on, as one message, and the region that it takes (bytes; symmetric.cu has the meaning).
+    ``geometry``: packed_geometry's bytes, which the caller keeps."""
+    _fields_ = [("geometry", ctypes.c_char_p), *((name, _I) for name in ("start", "raw_bytes", "frame_bytes", "slot_bytes", "num_slots",
+                                                                         "frame_stride", "num_frames"))]
+
+
+class Exchange(ctypes.Structure):
+    """A call (symmetric.cu has the meaning). Addresses are of device memory, ``stream`` is a cudaStream_t; ``num_lanes`` 0: frames are not
+    copied but encoded into the peers' memory."""
+    _fields_ = [("rows", _P), ("row_stride", _I), ("out", _P), ("out_stride", _I), ("own", _P), ("copy_to", _P), ("copy_from", _P),
+                ("copy_bytes", _I), ("num_lanes", _I), ("num_parts", _I), ("parts", ctypes.POINTER(Part)), ("made", ctypes.POINTER(_P)),
+                ("status", _P), ("workspace", _P), ("stream", _P)]
+
+
 _ARGUMENTS = {
-    "open": [_I, _I, ctypes.POINTER(_P), _P, _P, _I, ctypes.POINTER(_P)],
-    "begin": [_P, _P],
-    "claim": [_P, _I, _P],
-    "send": [_P, _I, _P, _I, _I, _P, _I, _I, _I, _I, _I, _I, _P],
-    "receive": [_P, _P, _I, _I, _I, _I, _I, _P, _P, _I],
-    "copy_own": [_P, _P, _P, _I],
-    "end": [_P, _I, _I],
+    "open": [_I, _I, ctypes.POINTER(_P), _I, _P, _P, _P, _I, _P, ctypes.POINTER(_P)],
+    "run": [_P, ctypes.POINTER(Exchange)],
+    "start": [_P, ctypes.POINTER(Exchange)],
+    "step": [_P],
     "join": [_P, _I, _P],
     "is_done": [_P, _I],
 }
@@ -29,67 +41,74 @@ def load() -> "SymmetricCalls":
 
 
 class SymmetricCalls:
-    """The launchers of one loaded library. Raises KernelError when CUDA refuses one."""
+    """The launchers of one loaded library."""
 
     def __init__(self, library: ctypes.CDLL):
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, f"zipccl_symmetric_{name}")
             function.argtypes, function.restype = arguments, ctypes.c_int
             setattr(self, f"_{name}", function)
-        self._close = library.zipccl_symmetric_close
-        self._close.argtypes, self._close.restype = [_P], None
-        for name in ("words_bytes", "scratch_bytes", "max_ranks"):
+        for name, result, *arguments in (("close", None, _P), ("take", None, _P, _I, _P), ("claimed", _I, _P, _P)):
+            function = getattr(library, f"zipccl_symmetric_{name}")
+            function.argtypes, function.restype = arguments, result
+            setattr(self, f"_{name}", function)
+        for name in ("words_bytes", "scratch_bytes", "overflows_bytes", "max_ranks"):
             function = getattr(library, f"zipccl_symmetric_{name}")
             function.argtypes, function.restype = [], _I
             setattr(self, name, function())
         self.library = library
 
-    def open(self, rank: int, memory: list[int], scratch: int, errors: int, timeout_ns: int) -> "Engine":
-        """``memory``: addresses of all ranks' symmetric memory, as this rank sees them; zeros in its first ``words_bytes``. ``scratch``:
-        ``scratch_bytes`` zeros of this rank's. ``errors``: the word for what decode finds."""
+    def open(self, rank: int, memory: list[int], num_bytes: int, scratch: int, overflows: int, errors: int, timeout_ns: int,
+             encode) -> "Engine":
+        """``memory``: addresses of all ranks' symmetric memory, of ``num_bytes``, as this rank sees them; zeros in its first
+        ``words_bytes``. ``scratch``: ``scratch_bytes`` zeros of this rank's. ``overflows``: ``overflows_bytes`` zeros of host memory that
+        the GPU can write, u32s whose sum is how many frames were sent raw. ``errors``: the word for what decode finds. ``encode``: the C
+        function zipccl_cuda_encode."""
         handle = _P()
         addresses = (_P * len(memory))(*memory)
-        _check(self._open(rank, len(memory), addresses, scratch, errors, timeout_ns, ctypes.byref(handle)), "open")
+        _check(self._open(rank, len(memory), addresses, num_bytes, scratch, overflows, errors, timeout_ns,
+                          ctypes.cast(encode, _P), ctypes.byref(handle)), "open")
         return Engine(self, handle)
 
 
 class Engine:
-    """One rank's end. Offsets are bytes in a rank's symmetric memory; ``stream`` is a cudaStream_t (see symmetric.cu for the rest)."""
+    """One rank's end. Raises KernelError when CUDA refuses a launch."""
 
     def __init__(self, calls: SymmetricCalls, handle: ctypes.c_void_p):
         self._calls, self._handle = calls, handle
 
-    def begin(self, stream: int) -> None:
-        _check(self._calls._begin(self._handle, stream), "begin")
+    def run(self, exchange: Exchange) -> None:
+        """Queues a call. The same calls in the same order on all ranks; calls are counted from 1."""
+        _check(self._calls._run(self._handle, exchange), "call")
 
-    def claim(self, message: int, stream: int) -> None:
-        _check(self._calls._claim(self._handle, message, stream), "claim")
+    def start(self, exchange: Exchange) -> None:
+        """The same, queued by ``step``: for ranks that take turns in one process."""
+        _check(self._calls._start(self._handle, exchange), "call")
 
-    def send(self, message: int, frames: int, frame_stride: int, frame_bytes: int, rows: int, row_stride: int, raw_bytes: int,
-             slot: int, slot_stride: int, slots_here: bool, lanes: int, stream: int) -> None:
-        _check(self._calls._send(self._handle, message, frames, frame_stride, frame_bytes, rows, row_stride, raw_bytes,
-                                 slot, slot_stride, slots_here, lanes, stream), "send")
-
-    def receive(self, g: Geometry, message: int, read_before: int, slot: int, slot_stride: int, slots_there: bool, own: int,
-                out: int, row_stride: int) -> None:
-        """``own``: 0 where nothing is summed."""
-        _check(self._calls._receive(self._handle, packed_geometry(g), message, read_before, slot, slot_stride, slots_there,
-                                    own or None, out, row_stride), "receive")
-
-    def copy_own(self, to: int, source: int, num_bytes: int) -> None:
-        _check(self._calls._copy_own(self._handle, to, source, num_bytes), "copy_own")
-
-    def end(self, message: int, call: int) -> None:
-        _check(self._calls._end(self._handle, message, call), "end")
+    def step(self) -> bool:
+        """False after the last one."""
+        code = self._calls._step(self._handle)
+        _check(min(code, 0), "call")
+        return code == 1
 
     def join(self, call: int, stream: int) -> None:
+        """``stream`` waits for the end of call ``call``."""
         _check(self._calls._join(self._handle, call, stream), "join")
 
     def is_done(self, call: int) -> bool:
         code = self._calls._is_done(self._handle, call)
-        if code < 0:
-            _check(-code, "is_done")
+        _check(min(code, 0), "is_done")
         return code == 1
+
+    def take(self, num_bytes: int) -> tuple[int, int, int]:
+        """Takes a region as a call would: (message, offset, last message that had a part of the region; 0: none had)."""
+        taken = (_I * 3)()
+        self._calls._take(self._handle, num_bytes, taken)
+        return tuple(taken)
+
+    def claimed(self, stream: int) -> int:
+        """The last message that ``stream`` has waited for all ranks to have read."""
+        return self._calls._claimed(self._handle, stream)
 
     def close(self) -> None:
         """With nothing in flight."""
@@ -100,5 +119,5 @@ class Engine:
 
 def _check(code: int, what: str) -> None:
     if code:
-        raise KernelError(describe(f"CUDA refused the one-sided transport's {what}", got=f"cudaError {code}",
+        raise KernelError(describe(f"CUDA refused the one-sided transport's {what}", got=f"cudaError {abs(code)}",
                                    todo="a peer that ended, or waited longer than the group's timeout, looks like this too: see its log"))

@@ -54,6 +54,11 @@ def assert_same_sum(got, expected, ours, where):
     assert_same_bits(got, expected, where)
 
 
+def finite(data):
+    """Without NaNs, whose payloads native sums keep."""
+    return torch.where(data.isnan(), torch.ones_like(data), data)
+
+
 class Guarded:
     """An output between canaries."""
 
@@ -83,4 +88,12 @@ def rank_order_sum(data, rank, world):
 def native_reduce_scatter(data, world):
     out = torch.empty(data.numel() // world, dtype=data.dtype)
     transport.native_reduce_scatter(out, data.clone(), dist.ReduceOp.SUM, dist.group.WORLD).wait()
+    return out
+
+
+def everyones_sum(data, world):
+    """The documented all_reduce: all ranks' tensors, summed in rank order."""
+    rows = gathered(data, world).view(world, -1)
+    out = torch.empty_like(rows[0])
+    sum_in_order(rows, out)
     return out

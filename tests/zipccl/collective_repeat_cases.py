@@ -10,8 +10,7 @@ from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.errors import FrameError
 from ds_zipccl.kernels import loader, ops
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits
-from tests.zipccl.collective_form_cases import everyones_sum
-from tests.zipccl.collective_helpers import AG, RS, begin, gathered, rank_order_sum, runtime
+from tests.zipccl.collective_helpers import AG, RS, begin, everyones_sum, gathered, rank_order_sum, runtime
 
 OPS = tuple(specs(internal=True))
 BF16 = torch.bfloat16

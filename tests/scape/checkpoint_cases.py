@@ -12,7 +12,7 @@ from deepspeed.utils import logger
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from tests.helpers.bits import assert_same_bits
-from tests.scape.zero_cases import check_copies, initialize, micro_step, settings, train_beside_simulation_from_here, two_groups
+from tests.scape.zero_cases import check_copies, from_all, initialize, micro_step, settings, train_beside_simulation_from_here, two_groups
 
 
 def shared_folder():
@@ -63,11 +63,9 @@ def case_full_resumes_bit_equal(rank, world_size):
 def case_mean_keeps_the_mean(rank, world_size):
     engine, other, _ = save_and_resume("mean")
     for a, b in zip(engine.optimizer.flow.flats, other.optimizer.flow.flats, strict=True):
-        everyone = [None] * world_size
-        dist.all_gather_object(everyone, a.residual)
-        total = everyone[0].clone()
-        for r in everyone[1:]:
-            total += r
+        total, *others = (residual for residual, in from_all([a.residual]))
+        for residual in others:
+            total += residual
         assert_same_bits(b.residual, total / world_size, "mean residual")
         assert_same_bits(a.weight.detach(), b.weight.detach(), "weights")
         assert float(b.residual.abs().max()) > 0
@@ -149,7 +147,7 @@ def case_zero_to_fp32(rank, world_size):
         for name, parameter in engine.module.named_parameters():
             if parameter.requires_grad and parameter.numel():
                 assert weights[name].dtype == torch.float32
-                assert_same_bits(weights[name].bfloat16(), parameter.detach(), name)
+                assert_same_bits(weights[name].bfloat16().cpu(), parameter.detach().cpu(), name)
     dist.barrier()
 
 
@@ -222,7 +220,7 @@ def case_universal_checkpoint(rank, world_size):
         dist.barrier()
         if rank == 0:
             convert(folder)
-            torch.save([p.detach().clone() for p in engine.module.parameters()], f"{folder}/weights.pt")
+            torch.save([p.detach().cpu() for p in engine.module.parameters()], f"{folder}/weights.pt")
         means = mean_residuals(engine)
         ages = ages_by_name(engine)
         if rank == 0:
@@ -254,7 +252,7 @@ def case_universal_checkpoint(rank, world_size):
 
 def residual_by_name(engine):
     zero = engine.optimizer
-    return {name: flat.residual[offset:offset + numel].clone()
+    return {name: flat.residual[offset:offset + numel].cpu()
             for flat, places in zip(zero.flow.flats, zero._places, strict=True) for name, offset, numel in places}
 
 
@@ -271,9 +269,7 @@ def ages_by_name(engine):
     """All ranks together."""
     zero, found = engine.optimizer, {}
     for flat, places in zip(zero.flow.flats, zero._places, strict=True):
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, zero.flow.num_steps - flat.last_sync)
-        ages = torch.cat(parts)
+        ages = torch.cat([own.cpu() for own, in from_all([zero.flow.num_steps - flat.last_sync])])
         found.update({name: ages[offset:offset + numel] for name, offset, numel in places})
     return found
 
@@ -295,7 +291,7 @@ def case_universal_at_another_world_size(rank, world_size):
     other = initialize(universal_config())
     other.load_checkpoint(folder, tag="universal")
     for (name, parameter), saved in zip(other.module.named_parameters(), torch.load(f"{folder}/weights.pt"), strict=True):
-        assert_same_bits(parameter.detach(), saved, name)
+        assert_same_bits(parameter.detach().cpu(), saved, name)
     check_copies(other)
     assert other.optimizer.flow.num_steps == 6
     means, ages = torch.load(f"{folder}/waiting.pt")

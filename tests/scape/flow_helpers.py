@@ -92,19 +92,24 @@ class Problem:
                           statistic=self.params.mask_statistic)
 
 
+def same(got: torch.Tensor, expected: torch.Tensor, where: str) -> None:
+    """By bits, wherever they are: states may be on the host."""
+    assert_same_bits(got.to(expected.device), expected, where)
+
+
 def compare(flow: Flow, simulation: Simulation, where: str) -> None:
     """Every tensor of this rank against the simulated worker's, by bits."""
     rank = flow.transport.rank
     for f, flat in enumerate(flow.flats):
         owner = simulation.owners[f][rank]
-        assert_same_bits(flat.copies, simulation.copies[rank][f], f"{where} copies of buffer {f}")
-        assert_same_bits(flat.weight, owner.w, f"{where} master weights of buffer {f}")
-        assert_same_bits(flat.momentum, owner.m, f"{where} momentum of buffer {f}")
-        assert_same_bits(flat.residual.to(flat.copies.device), simulation.residual[rank][f], f"{where} residual of buffer {f}")
+        same(flat.copies, simulation.copies[rank][f], f"{where} copies of buffer {f}")
+        same(flat.weight, owner.w, f"{where} master weights of buffer {f}")
+        same(flat.momentum, owner.m, f"{where} momentum of buffer {f}")
+        same(flat.residual, simulation.residual[rank][f], f"{where} residual of buffer {f}")
         if not flat.layout.is_full:
-            assert_same_bits(flat.square, owner.q, f"{where} square of buffer {f}")
-        assert torch.equal(flow.num_steps - flat.last_sync.long(), owner.age), f"{where} ages of buffer {f}"
-        assert torch.equal(flat.own(flat.copies, rank), flat.weight.to(flat.copies.dtype)), f"{where}: copies are not the masters'"
+            same(flat.square, owner.q, f"{where} square of buffer {f}")
+        assert torch.equal(flow.num_steps - flat.last_sync.long().to(owner.age.device), owner.age), f"{where} ages of buffer {f}"
+        assert torch.equal(flat.own(flat.copies, rank), flat.weight.to(flat.copies)), f"{where}: copies are not the masters'"
         if not flow.is_dense(flow.num_steps + 1):
             whole = flow._peek_positions().whole[f]
             mask = torch.ones_like(simulation.mask[f]) if whole is None else torch.zeros_like(simulation.mask[f])

@@ -82,11 +82,19 @@ def initialize(config, model=None, parameters=None, optimizer=None, mpu=None):
 
 
 def micro_step(engine, number: int, branch_ranks=(0,)):
-    random = torch.Generator().manual_seed(1000 * dist.get_rank() + number)
-    loss = engine(torch.randint(0, VOCAB, (3, 6), generator=random), dist.get_rank() in branch_ranks)
+    random = torch.Generator("cpu").manual_seed(1000 * dist.get_rank() + number)
+    tokens = torch.randint(0, VOCAB, (3, 6), generator=random, device="cpu").to(engine.device)
+    loss = engine(tokens, dist.get_rank() in branch_ranks)
     engine.backward(loss)
     engine.step()
     return loss.item()
+
+
+def from_all(tensors) -> list[list[torch.Tensor]]:
+    """Every rank's tensors, on this rank's device. All ranks together."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [t.detach().cpu() for t in tensors])
+    return [[t.to(torch.get_default_device()) for t in own] for own in everyone]
 
 
 def simulation_of(engine) -> Simulation:
@@ -102,14 +110,13 @@ def simulation_of(engine) -> Simulation:
 
 def train_beside_simulation(engine, steps: int, start: int = 0, simulation: Simulation | None = None):
     """Trains and lets the simulation take the same steps from all ranks' gradients; every tensor compared after every step."""
-    zero, world_size = engine.optimizer, dist.get_world_size()
+    zero = engine.optimizer
     assert isinstance(zero, ScapeZeroOptimizer)
     simulation = simulation or simulation_of(engine)
     inner, outcomes = zero.flow.step, []
 
     def step(fresh, *, max_norm, loss_scale):
-        everyone = [None] * world_size
-        dist.all_gather_object(everyone, [g.clone() for g in fresh])
+        everyone = from_all(fresh)
         for group, now in zip(simulation.groups, zero.optimizer.param_groups, strict=True):
             group["lr"] = now["lr"]
         expected = simulation.step(everyone, max_norm=max_norm, loss_scale=loss_scale)
@@ -131,11 +138,10 @@ def train_beside_simulation(engine, steps: int, start: int = 0, simulation: Simu
 
 def train_beside_simulation_from_here(engine, steps: int, start: int = 0):
     """The same for an engine that has trained already: the simulation begins with its state."""
-    flow, world_size, simulation = engine.optimizer.flow, dist.get_world_size(), simulation_of(engine)
+    flow, simulation = engine.optimizer.flow, simulation_of(engine)
     simulation.t, simulation.dense = flow.num_steps, False
     for f, flat in enumerate(flow.flats):
-        parts = [None] * world_size
-        dist.all_gather_object(parts, [t.detach() for t in (flat.residual, flat.weight, flat.momentum, flat.square, flat.last_sync)])
+        parts = from_all([flat.residual, flat.weight, flat.momentum, flat.square, flat.last_sync])
         simulation.mask[f] = torch.zeros_like(simulation.mask[f])
         simulation.mask[f][flow._peek_positions().whole[f]] = True
         for r, (residual, w, m, q, last) in enumerate(parts):
@@ -143,7 +149,7 @@ def train_beside_simulation_from_here(engine, steps: int, start: int = 0):
             owner = simulation.owners[f][r]
             owner.w, owner.m, owner.q = w.clone(), m.clone(), q.clone()
             owner.age = flow.num_steps - last.long()
-            owner.decay = flat.decay[owner.age.clamp(max=flat.decay.numel() - 1)].clone()
+            owner.decay = flat.decay.to(owner.age.device)[owner.age.clamp(max=flat.decay.numel() - 1)].clone()
     train_beside_simulation(engine, steps, start, simulation)
 
 
@@ -151,9 +157,8 @@ def check_copies(engine) -> None:
     """Every rank's copy of every weight is the rounded master of its owner; parameters are views of the copies."""
     zero = engine.optimizer
     for flat, master in zip(zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, strict=True):
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, master.detach().to(flat.dtype))
-        assert_same_bits(flat, torch.cat(parts), "copies against masters")
+        parts = torch.cat([own for own, in from_all([master.to(flat.dtype)])])
+        assert_same_bits(flat, parts.to(flat.device), "copies against masters")
     for i, group in enumerate(zero.round_robin_bit16_groups):
         for param, offset in zip(group, zero.round_robin_bit16_offsets[i], strict=True):
             assert_same_bits(param.detach().reshape(-1), zero.bit16_groups_flat[i].narrow(0, offset, param.numel()), "parameter")

@@ -83,6 +83,8 @@ def _on_configured(engine) -> None:
     _agree(config, error)
     if config.enabled:
         activate(config, kernels)
+        if engine._config.compile_config.deepcompile:
+            log.warning("DeepCompile calls NCCL from C++, past ds_zipccl: what it gathers and reduces stays uncompressed and uncounted")
     elif deepspeed_comm.live_runtime() is not None:
         log.warning('this engine has no "zipccl" section that is enabled; an earlier one of this process has, and there is one '
                     "communication object: its settings hold for both")

@@ -92,6 +92,11 @@ class GroupState:
         capacity = self.capacities.get((op, dtype, row_numel)) or Capacity.of(row_numel, dtype.itemsize, first_spill)
         return capacity.spill_per_tile
 
+    def forget_rooms(self, op: str, dtype: torch.dtype) -> None:
+        """Such calls start anew, with the room of new classes: all ranks at the same call."""
+        for key in [key for key in self.capacities if key[:2] == (op, dtype)]:
+            del self.capacities[key]
+
     def pair_capacity(self, op: str, peer: int, outgoing: bool, dtype: torch.dtype, numel: int, first_spill: float) -> Capacity:
         """The class of what goes to or comes from ``peer``; sizes of one power of two share it, since uneven ones change with every call.
         Both ends of the pair keep the same: they see the same words. Never forgotten: there are few, and the ends could not agree

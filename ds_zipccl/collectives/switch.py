@@ -1,7 +1,8 @@
 """Native or zipped: measured per group, collective and dtype, agreed by all ranks, then decided by a cost model for every call.
 
 Each rank has the same costs, because they are exchanged when they are measured, and the same capacities; so it comes to the same decision
-without talking. What is measured again, and when, follows from the number of calls, which all ranks count alike.
+without talking. What is measured again, and when, follows from the number of calls, which all ranks count alike. Data that changes needs no
+new measurement: its ratio, as seen in the calls before, goes into every decision.
 """
 import functools
 import logging
@@ -120,6 +121,7 @@ def choose(spec: CollectiveSpec, call: Call, run_zipped, state, config) -> bool:
     measured = state.measured(call.op, call.dtype)
     if measured.due(config.reprobe_calls):
         measured.costs = measure(spec, call, run_zipped, state.side, config.level)
+        state.forget_rooms(call.op, call.dtype)         # calls that went native for their data's ratio: nobody saw it since
     numel = spec.row_numel(call)
     spill = state.likely_spill(call.op, call.dtype, numel, spec.first_spill)
     native_bytes = None if spec.native_numel is None else spec.native_numel(call) * call.dtype.itemsize

@@ -3,6 +3,7 @@ because after a ZeRO-3 engine torch's F.linear stays replaced in the process."""
 import copy
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -129,6 +130,32 @@ def case_shipped_configs_train(rank, world_size):
     for document in sorted(documents, key=lambda d: d["zero_optimization"]["stage"]):
         stage = document["zero_optimization"]["stage"]
         train(document, stage, steps=2)
+
+
+def case_fp32_accumulation_in_deepspeeds_bf16_optimizer(rank, world_size):
+    """Stage 1 with gradients accumulated in FP32: DeepSpeed's BF16_Optimizer, which reduces them as BF16, by all_reduce."""
+    extra = {"data_types": {"grad_accum_dtype": "fp32"}}
+    native, zipped = (train(settings(1, "bf16", **extra, **section), 1) for section in ({}, {"zipccl": ZIPPED}))
+    assert native[:2] == zipped[:2]
+    for op in ("all_reduce", "all_gather_into_tensor"):
+        assert zipped[2][op]["calls_zipped"] == STEPS and not zipped[2][op]["calls_native"], zipped[2][op]
+
+
+def case_deepcompile_is_warned_of(rank, world_size):
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    deepspeed_hooks.log.addHandler(handler)
+    try:
+        for deepcompile in (False, True):
+            model = Net()
+            engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(),
+                                              config=settings(1, "bf16", zipccl=ZIPPED, compile={"deepcompile": deepcompile}))
+            assert [r for r in records if "DeepCompile" in r.getMessage()] == records[-1:] * deepcompile, deepcompile
+            engine.destroy()
+            deepspeed_hooks.deactivate()
+    finally:
+        deepspeed_hooks.log.removeHandler(handler)
 
 
 def case_second_engine_with_other_section_is_refused(rank, world_size):

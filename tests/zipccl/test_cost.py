@@ -1,10 +1,17 @@
 """The switch's cost model: curves, crossover, ratio, hysteresis."""
 import math
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from ds_zipccl.collectives import group_state, runtime, switch
 from ds_zipccl.collectives.cost import Costs, Curve
+from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.switch import Measured, frame_ratio
+from ds_zipccl.config import ZipcclConfig
+
+assert runtime                          # importing it registers the collectives
 
 MIB = 1 << 20
 SIZES = (MIB, 4 * MIB, 16 * MIB)
@@ -68,7 +75,34 @@ def test_when_costs_are_due():
     assert not any(measured.due(0) for _ in range(10))
 
 
+def test_data_that_changes_changes_the_decision(monkeypatch):
+    """To the worse at the next call, since its ratio is known; to the better when costs are due: until then nobody sees it."""
+    monkeypatch.setattr(group_state, "SideChannel", lambda group, device: SimpleNamespace(abort=lambda: None))
+    monkeypatch.setattr(switch, "measure", lambda *args: costs(20, 10, 20, 10.6))
+    spec = specs()["all_gather_into_tensor"]
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    data = torch.empty(1 << 22, dtype=torch.bfloat16)
+    call = Call(spec.name, torch.empty(2 << 22, dtype=torch.bfloat16), data, group)
+
+    class Group:
+        group_name = "g"
+
+    owner = Group()
+    state = group_state.GroupState(owner, data.device)
+    config = ZipcclConfig(enabled=True, reprobe_calls=10)
+
+    def zipped() -> bool:
+        return switch.choose(spec, call, None, state, config)
+
+    def room():
+        return state.capacity(spec.name, data.dtype, data.numel(), 0.0)
+
+    answers = [zipped() for _ in range(3)]
+    room().observe(4500, True)                  # of 32,768 raw bytes of a tile: an overflow, and much room from now on
+    answers += [zipped() for _ in range(8)]
+    assert answers == [True] * 3 + [False] * 6 + [True] * 2
+
+
 def test_ratio_of_frames():
-    import torch
     assert frame_ratio(torch.bfloat16, 1 << 22) == pytest.approx(1.4124, abs=1e-3)
     assert frame_ratio(torch.bfloat16, 1 << 22, 2048) < 1.37

@@ -33,13 +33,17 @@ struct Ops {
         }                                                                                                                                \
         target static void keys(const Select& c, int64_t start, int64_t num, uint32_t* out) { keys_of(c, start, num, out); }             \
         target static void count(const Select& c, int64_t start, int64_t num, uint32_t* out) { count_keys(c, start, num, out); }         \
-        target static int64_t above(const Select& c, int64_t start, int64_t num, uint32_t digit, Noted* noted, int64_t room) {           \
-            return choose_above(c, start, num, digit, noted, room);                                                                      \
+        target static void sample(const Select& c, int64_t start, int64_t num, uint32_t* out) { sample_keys(c, start, num, out); }       \
+        target static int64_t above(const Select& c, int64_t start, int64_t num, Bracket bracket, Noted* noted, int64_t room, int64_t* sum) { \
+            return choose_above(c, start, num, bracket, noted, room, sum);                                                               \
+        }                                                                                                                                \
+        target static int64_t inside(const uint32_t* keys, int64_t num, Bracket bracket, uint32_t* kept, int64_t* sum) {                 \
+            return keep_inside(keys, num, bracket, kept, sum);                                                                           \
         }                                                                                                                                \
         target static void choose(const uint32_t* keys, int64_t num, uint32_t last, int64_t wanted, uint8_t* chosen) {                   \
             choose_from(keys, num, last, wanted, chosen);                                                                                \
         }                                                                                                                                \
-        static constexpr Ops kOps{enter, track, owner, dense, {keys, count, above, choose}};                                             \
+        static constexpr Ops kOps{enter, track, owner, dense, {keys, count, sample, above, inside, choose}};                                             \
     };
 
 enum Isa : int32_t { kScalar = 0, kAvx2 = 1, kAvx512 = 2 };

@@ -107,6 +107,14 @@ def test_select_among_as_many_equal_keys_as_a_warp_notes_down(kernels, num_equal
         cases.check_select(kernels, r, torch.ones(2500), (Segment(0, 2500, count),), overdue=0.0)
 
 
+@pytest.mark.parametrize("num_equal", [32767, 32768, 32769])
+def test_select_among_as_many_equal_keys_as_a_thread_notes_down(kernels, num_equal):
+    r = torch.ones(270_000)
+    r[torch.randperm(1 << 18, generator=cases.rng(num_equal))[:num_equal]] = 2.0
+    for count in (num_equal - 1, num_equal, num_equal + 1):
+        cases.check_select(kernels, r, torch.ones(270_000), (Segment(0, 270_000, count),), overdue=0.0)
+
+
 @pytest.mark.parametrize("numel, counts", [(600_000, (1, 6000, 300_000, 599_999))])
 def test_select_of_a_segment_of_several_pieces(kernels, numel, counts):
     """Ties across pieces; more keys in question than a piece notes down; a sample that is of no use."""

@@ -1,10 +1,14 @@
 """The pure parts of the collectives: what an all-to-all sends where, for any number of ranks (C43), and what every spec says of itself."""
+import itertools
+
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
+from ds_zipccl.backend import policy
 from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.codec.format import layout
-from ds_zipccl.collectives import pairs, runtime, transport, views
+from ds_zipccl.collectives import pairs, parts, runtime, transport, views
 from ds_zipccl.collectives.capacity import Capacity
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.config import ZipcclConfig
@@ -162,3 +166,45 @@ def test_averages_of_large_values_are_finite_and_one_rounding_from_exact(world):
     assert bool(out.isfinite().all()) and bool(((out.double() - exact).abs() <= 2.0**-8 * exact.abs() + slack).all())
     if world == 1:
         assert torch.equal(out.view(torch.int16), rows[0].view(torch.int16))
+
+
+def fake_call(spec, rank, world, row_numel, device):
+    """With tensors that have sizes and places, and no memory."""
+    with FakeTensorMode():
+        output, data = spec.make_tensors(rank, world, row_numel, BF, torch.device("cpu"))
+        if device != "cpu":
+            made = {id(t): torch.empty(t.shape, dtype=BF, device=device) for side in (output, data) for t in (
+                side if isinstance(side, tuple) else (side,))}
+            output, data = (tuple(made[id(t)] for t in side) if isinstance(side, tuple) else made[id(side)] for side in (output, data))
+    return Call(spec.name, output, data, FakeGroup(rank, world), root=world - 1 if spec.rooted else None)
+
+
+@pytest.mark.parametrize("spec", list(specs(internal=True).values()), ids=lambda spec: spec.name)
+def test_more_than_2_to_the_31_elements(spec):
+    """Sizes, bytes and parts of calls that no test machine can hold."""
+    rank, world, row = 1, 3, (1 << 31) + 4097
+    call = fake_call(spec, rank, world, row, "cpu")
+    config = ZipcclConfig(enabled=True, collectives="always", min_bytes=0, max_workspace_bytes=1 << 40)
+    assert policy.reason_for_native(config, spec, call) is None
+    assert spec.row_numel(call) > 1 << 31 and spec.whole_numel(call) >= spec.row_numel(call)
+    sent = rank == call.root or not spec.rooted
+    assert 1.25 * spec.wire_bytes(call) < spec.raw_bytes(call) or not sent and spec.raw_bytes(call) == spec.wire_bytes(call) == 0
+    if spec.cut is None:
+        return
+    small = ZipcclConfig(enabled=True, collectives="always", min_bytes=0, max_workspace_bytes=1 << 32)
+    pieces = parts.cut(spec, call, small)
+    assert len(pieces) > 10
+    for side, whole in (("outputs", call.outputs), ("inputs", call.inputs)):
+        places = sorted((t.untyped_storage()._cdata, t.storage_offset(), t.numel())
+                        for piece in pieces for t in getattr(piece, side) if t.numel())
+        assert sum(numel for _, _, numel in places) == sum(t.numel() for t in whole)
+        for (storage, start, numel), (other, after, _) in itertools.pairwise(places):
+            assert storage != other or start + numel == after, "parts overlap, or leave something out"
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_calls_that_a_cuda_graph_captures_go_native(spec, monkeypatch):
+    call, config = fake_call(spec, 0, 2, 4096, "cuda"), ZipcclConfig(enabled=True, collectives="always", min_bytes=0)
+    for capturing, reason in ((False, None), (True, "graph_capture")):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)            # noqa: B023
+        assert policy.reason_for_native(config, spec, call) == reason

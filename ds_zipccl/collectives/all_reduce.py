@@ -94,7 +94,8 @@ class _Reduction(Flight):
             self._sums_status.fill_(FAILED)
         self._failure = failure
         self._sums_work = self.launch.bulk.all_gather(self._frames, self._own)
-        self._sums_words.exchange(self.launch.side.gather_words, self._sums_words.data, self._sums_status)
+        self._sums_words.exchange(self.launch.side.gather_words, self._sums_status)
+        self._sums_words.fetch()
 
     def settle(self, words: list[int]) -> int | None:
         call, launch = self.call, self.launch

@@ -182,27 +182,42 @@ def _overflowed(side: pairs.Side, words) -> list[int]:
     return [peer for peer, piece in enumerate(side.pieces) if piece.codec is not None and observe(piece.capacity, [next(words)])]
 
 
+class _Rooms:
+    """Which pieces of calls of one kind may be zipped, and their classes, which a group never forgets; every call asks them."""
+
+    def __init__(self, spec: CollectiveSpec, call: Call, launch: Launch):
+        self.counts, self._launch, self._dtype, self._world_size = numels(call), launch, call.dtype, call.world_size
+        others = {n for side in self.counts for peer, n in enumerate(side) if peer != call.rank}
+        self._raw = {n: pairs.reason_for_raw(n, call.dtype, n * call.world_size, launch.config) for n in others}
+        self._classes = [[None if peer == call.rank or self._raw[n] else
+                          (n, launch.pair_capacity(call.op, peer, outgoing, call.dtype, n, spec.first_spill))
+                          for peer, n in enumerate(side)] for side, outgoing in zip(self.counts, (True, False), strict=True)]
+
+    def reasons(self) -> dict[int, str | None]:
+        """Why pieces of so many elements go raw in this call."""
+        return {n: why or self._launch.slower_pair(self._dtype, n, self._world_size) for n, why in self._raw.items()}
+
+    def ask(self, reasons: dict[int, str | None]) -> list[list[tuple | None]]:
+        """Per side what ``pairs.plan`` wants to know; counts a call of every class that is used."""
+        return [[None if piece is None or reasons[piece[0]] else (piece[1], piece[1].next_call()) for piece in side]
+                for side in self._classes]
+
+
 def _start(spec: CollectiveSpec, call: Call, launch: Launch, kind: Kind | None) -> Flight | str:
-    counts = numels(call)
-
-    @functools.cache
-    def reason(numel: int) -> str | None:
-        why = pairs.reason_for_raw(numel, call.dtype, numel * call.world_size, launch.config)
-        return why or launch.slower_pair(call.dtype, numel, call.world_size)
-
-    def rooms(outgoing: bool) -> list[tuple | None]:
-        return pairs.rooms(counts[not outgoing], call.rank, reason, lambda peer, numel: launch.pair_capacity(
-            call.op, peer, outgoing, call.dtype, numel, spec.first_spill))
-
+    rooms = None if kind is None else kind.memo
+    if rooms is None:
+        rooms = _Rooms(spec, call, launch)
+        if kind is not None:
+            kind.memo = rooms
     launch.state.connect_pairs()
-    others = {n for side in counts for peer, n in enumerate(side) if peer != call.rank}
-    if not all(map(reason, others)):
-        found = rooms(True), rooms(False)
-        codec = functools.cache(lambda numel, spill: launch.codec(call.dtype, numel, spill))
+    reasons = rooms.reasons()
+    if not all(reasons.values()):
+        found = rooms.ask(reasons)
 
         def make() -> Flight | None:
-            sent, received = (pairs.plan_in(numels, call.rank, call.dtype.itemsize, side, codec)
-                              for numels, side in zip(counts, found, strict=True))
+            codec = functools.cache(lambda numel, spill: launch.codec(call.dtype, numel, spill))
+            sent, received = (pairs.plan(counts, call.rank, call.dtype.itemsize, side, codec)
+                              for counts, side in zip(rooms.counts, found, strict=True))
             return _Exchange(call, launch, sent, received) if sent.runs or received.runs else None
 
         flight = ready(kind, launch, tuple([room and room[1] for side in found for room in side]), make)
@@ -210,7 +225,7 @@ def _start(spec: CollectiveSpec, call: Call, launch: Launch, kind: Kind | None) 
             flight.begin(call)
             return flight
     launch.side.exchange_no_words(call.world_size)      # others may have pairs to zip
-    return reason(max(others)) or "incompressible"
+    return reasons[max(reasons)] or "incompressible"
 
 
 def _splits_fit(t: torch.Tensor, splits, world_size: int) -> bool:

@@ -54,5 +54,5 @@ class Capacity:
             else:
                 self.spill_per_tile = _room_for(need)
             self._recent.clear()
-        elif len(self._recent) == SHRINK_AFTER:
+        elif len(self._recent) == SHRINK_AFTER and self.spill_per_tile > DEFAULT_SPILL_PER_TILE:
             self.spill_per_tile = min(self.spill_per_tile, _room_for(max(self._recent)))

@@ -124,6 +124,8 @@ class GroupState:
         """Settles every call in flight: before the next call of the group, zipped or native, so that capacities and
         resends are in the same order on every rank and no rank sits in a later collective while another waits for its
         resend. Calls whose handle was dropped are completed here, since nobody else will."""
+        if not self._in_flight:
+            return
         try:
             for pending in tuple(self._in_flight):
                 self._settle(pending)

@@ -80,11 +80,11 @@ class Launch:
 
 class Kind:
     """Calls that differ in their tensors' places and contents alone, on one group: that they can be zipped was found out once.
-    ``shapes``: of (output, input), where they matter too."""
-    __slots__ = ("spec", "launch", "state", "shapes")
+    ``shapes``: of (output, input), where they matter too. ``memo``: for the collective's own use."""
+    __slots__ = ("spec", "launch", "state", "shapes", "memo")
 
     def __init__(self, spec: CollectiveSpec, launch: Launch):
-        self.spec, self.launch, self.state, self.shapes = spec, launch, launch.state, None
+        self.spec, self.launch, self.state, self.shapes, self.memo = spec, launch, launch.state, None, None
 
 
 class Flight:
@@ -171,6 +171,7 @@ class Flight:
         else:
             self.payload_work = self.send(call)
             self.send_words()
+        self.words.fetch()
         self.beside(call)
         self.is_early = self.launch.may_be_early and self.can_fill_early(call)
         if self.is_early:
@@ -197,7 +198,7 @@ class Flight:
 
     def send_words(self) -> None:
         """Every rank's word to every rank. What is queued on the current stream after this does not delay them."""
-        self.words.exchange(self.launch.side.gather_words, self.words.data, self.status)
+        self.words.exchange(self.launch.side.gather_words, self.status)
 
     def on_words(self, words: list[int]) -> None:
         sent_again = self.settle(words)
@@ -241,7 +242,8 @@ class Flight:
             self.fill(self.call)
         if self.store is not None:
             self.store()
-        self._keep_tensors()
+        if not self.is_early or self._sent_again or streams.current(self.device) != self.stream:
+            self._keep_tensors()                    # else nothing of ours runs here, and who launched is in charge, as natively
 
     def _keep_tensors(self) -> None:
         """The user's may have been allocated on another stream than the current one."""
@@ -305,7 +307,7 @@ def largest_word(words: torch.Tensor) -> torch.Tensor:
 def observe(capacity: Capacity, words: list[int]) -> bool:
     """Keeps the capacity of a call whose status words these are; returns whether it must be sent again."""
     overflow = any([word & OVERFLOW_BIT for word in words])
-    capacity.observe(max([spill_need_bytes(word) for word in words]), overflow)
+    capacity.observe(spill_need_bytes(max(words)), overflow)            # the spill need is in the highest bits
     return overflow
 
 

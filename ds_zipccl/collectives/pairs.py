@@ -78,33 +78,16 @@ class Side:
         return starts
 
 
-def rooms(numels, own: int, raw: Callable[[int], bool], capacity_of: Callable[[int, int], Capacity]) -> list[tuple | None]:
-    """Per rank: the class of what goes to it (or comes from it), and the room it gives this call (None: incompressible); None where no
-    class is asked. Counts a call of every class that it asks. Arguments: see ``plan``."""
-    found: list[tuple | None] = []
-    for peer, numel in enumerate(numels):
-        capacity = capacity_of(peer, numel) if peer != own and not raw(numel) else None
-        found.append(None if capacity is None else (capacity, capacity.next_call()))
-    return found
-
-
-def plan(numels, own: int, itemsize: int, raw: Callable[[int], bool], capacity_of: Callable[[int, int], Capacity],
+def plan(numels, own: int, itemsize: int, rooms: list[tuple[Capacity, int | None] | None],
          codec_of: Callable[[int, int], Codec]) -> Side:
-    """``numels[r]``: elements that go to (or come from) rank r; ``own``: this rank, whose piece is not sent.
-
-    ``raw(numel)``: the rule for a piece; ``capacity_of(peer, numel)``: its class; ``codec_of(numel, spill_per_tile)``: its layout.
-    Counts a call of every class that it asks.
-    """
-    return plan_in(numels, own, itemsize, rooms(numels, own, raw, capacity_of), codec_of)
-
-
-def plan_in(numels, own: int, itemsize: int, found: list[tuple | None], codec_of: Callable[[int, int], Codec]) -> Side:
-    """The same with what ``rooms`` found."""
+    """``numels[r]``: elements that go to (or come from) rank r; ``own``: this rank, whose piece is not sent. ``rooms[r]``: the class of that
+    piece and the room that it gives this call (None: incompressible); None: the piece goes raw. ``codec_of(numel, spill_per_tile)``:
+    its layout."""
     pieces, runs = [], []
     for peer, numel in enumerate(numels):
         piece = Piece(numel, 0 if peer == own else numel * itemsize)
-        if found[peer] is not None:
-            capacity, spill = found[peer]
+        if rooms[peer] is not None:
+            capacity, spill = rooms[peer]
             codec = None if spill is None else codec_of(numel, spill)
             if codec is not None and codec.frame_bytes < piece.num_bytes:
                 piece = Piece(numel, codec.frame_bytes, codec, capacity)

@@ -16,7 +16,7 @@ import torch
 
 from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.codec.format import layout
-from ds_zipccl.collectives.cost import Costs, Curve
+from ds_zipccl.collectives.cost import GAIN_TO_STAY, MIN_GAIN, Costs, Curve
 from ds_zipccl.collectives.pairs import reason_for_raw
 from ds_zipccl.collectives.registry import Call, CollectiveSpec
 
@@ -33,6 +33,7 @@ class Measured:
     costs: Costs | None = None
     num_calls: int = 0             # that were eligible
     zipped: set[tuple] = field(default_factory=set)          # sizes whose last call was zipped: what all ranks carried out together
+    _gains: tuple[Costs | None, dict[tuple, float]] = field(default_factory=lambda: (None, {}))         # found with these costs
 
     def due(self, reprobe_calls: int) -> bool:
         """Counts a call; whether its costs must be measured first."""
@@ -46,7 +47,7 @@ class Measured:
     def choose(self, num_bytes: int, ratio: float, native_bytes: int | None = None) -> bool:
         """Whether a call of that size is to be zipped. ``native_bytes``: what it is natively, if another."""
         size = num_bytes, native_bytes
-        answer = self.costs.zipped_is_faster(num_bytes, ratio, size in self.zipped, native_bytes)
+        answer = self.gain(num_bytes, ratio, native_bytes) > (GAIN_TO_STAY if size in self.zipped else MIN_GAIN)
         if len(self.zipped) >= MAX_SIZES:
             self.zipped.clear()
         if answer:
@@ -54,6 +55,17 @@ class Measured:
         else:
             self.zipped.discard(size)
         return answer
+
+    def gain(self, num_bytes: int, ratio: float, native_bytes: int | None = None) -> float:
+        """Of the present costs, see ``Costs.gain``; each found once."""
+        costs, gains = self._gains
+        if costs is not self.costs or len(gains) >= MAX_SIZES:
+            self._gains = costs, gains = self.costs, {}
+        key = num_bytes, ratio, native_bytes
+        gain = gains.get(key)
+        if gain is None:
+            gain = gains[key] = self.costs.gain(num_bytes, ratio, native_bytes)
+        return gain
 
 
 def _timed_us(run, device: torch.device) -> float:
@@ -145,8 +157,9 @@ def pairs_are_measured(spec: CollectiveSpec, call: Call, run_zipped, state, conf
 
 def choose_pair(state, dtype: torch.dtype, numel: int, world_size: int, level: int = 1) -> bool:
     """Whether a piece of ``numel`` elements is to be zipped. A function of what both its ends know: without memory of other pieces."""
-    costs = state.measured("pair", dtype).costs
-    return costs is not None and costs.zipped_is_faster(numel * dtype.itemsize * world_size, frame_ratio(dtype, numel, level=level))
+    measured = state.measured("pair", dtype)
+    return measured.costs is not None and (
+        measured.gain(numel * dtype.itemsize * world_size, frame_ratio(dtype, numel, level=level)) > MIN_GAIN)
 
 
 def _somebody_asks(call: Call, state, why_not: str | None) -> bool:

@@ -7,6 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ds_zipccl.collectives import nccl_direct
+
+DIRECT_WORDS = True                 # past torch to NCCL, where torch gives its communicator away
+
 # torch 2.13 renames these two; 2.11 knows only the old names
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -157,12 +161,15 @@ class SideChannel:
             options._devices, options._timeout = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)], _timeout(group, device)
             self._backend = dist.ProcessGroupGloo(store, rank, size, options)
         self._size, self._tags, self._idle, self._options = size, {}, None, {}
+        self._nccl: nccl_direct.Communicator | bool | None = None            # None: not asked for yet
+        self._num_words_sent, self._connected = 0, False
 
     def connect(self) -> None:
         """Connects all ranks now, which the first call does otherwise: before calls in which only some take part."""
         if self._device.type == "cuda":
             word = torch.zeros(1, dtype=torch.int32, device=self._device)
             self.all_gather(torch.empty(self._size, dtype=torch.int32, device=self._device), word).wait()
+            self._connected = True
 
     def all_gather(self, out: torch.Tensor, own: torch.Tensor) -> dist.Work:
         """Asynchronous; ``out`` [size * n], ``own`` [n]."""
@@ -176,29 +183,52 @@ class SideChannel:
         """Asynchronous, from rank ``root`` of the group."""
         return self._backend.broadcast([data], _from_root(root))
 
-    # Status words. On a GPU queued on the current stream itself, where that is possible: then there is no Work to wait for.
+    # Status words (``words.Words``), on a GPU queued on their stream.
 
-    def gather_words(self, out: torch.Tensor, own: torch.Tensor) -> dist.Work | None:
-        return self._backend._allgather_base(out, own, self._here(c10d.AllgatherOptions))
+    def gather_words(self, words, own: torch.Tensor) -> None:
+        """One of each rank."""
+        direct = self._direct()
+        if direct is None:
+            words.through(lambda: self._backend._allgather_base(words.data, own, self._here(c10d.AllgatherOptions)))
+        else:
+            direct.all_gather(words.on_host(), own.data_ptr(), 1, words.stream_handle)
 
-    def broadcast_word(self, word: torch.Tensor, root: int) -> dist.Work | None:
-        return self._backend.broadcast([word], _from_root(root, here=self._has_here))
+    def broadcast_word(self, words, own: torch.Tensor, root: int) -> None:
+        """The root's ``own``, which is ``words.data``."""
+        direct = self._direct()
+        if direct is None:
+            words.through(lambda: self._backend.broadcast([own], _from_root(root, here=self._has_here)))
+        else:
+            direct.broadcast(words.on_host(), own.data_ptr(), 1, root, words.stream_handle)
 
-    def exchange_words(self, out: torch.Tensor, words: torch.Tensor, out_counts: list[int], counts: list[int]) -> dist.Work | None:
-        """``counts[r]`` of ``words`` go to rank r, ``out_counts[r]`` come from it."""
-        return self._backend.alltoall_base(out, words, out_counts, counts, self._here(c10d.AllToAllOptions))
+    def exchange_words(self, words, out: torch.Tensor, own: torch.Tensor, out_counts: list[int], counts: list[int]) -> None:
+        """``counts[r]`` of ``own`` go to rank r, ``out_counts[r]`` come from it; both are parts of ``words.data``."""
+        direct = self._direct()
+        if direct is None:
+            words.through(lambda: self._backend.alltoall_base(out, own, out_counts, counts, self._here(c10d.AllToAllOptions)))
+        else:
+            direct.exchange(out.data_ptr(), own.data_ptr(), out_counts, counts, words.stream_handle)
 
     @property
     def _has_here(self) -> bool:
         return self._device.type == "cuda" and hasattr(c10d.AllgatherOptions, "asyncOp")
 
     def _here(self, kind):
+        """Options for what is queued on the current stream itself, where torch can do that: then there is no Work to wait for."""
         options = self._options.get(kind)
         if options is None:
             options = self._options[kind] = kind()
             if self._has_here:
                 options.asyncOp = False
         return options
+
+    def _direct(self) -> nccl_direct.Communicator | None:
+        """NCCL itself, from the second call on: the first, or ``connect``, makes torch connect the ranks."""
+        if self._nccl is None and self._device.type == "cuda" and DIRECT_WORDS:
+            if self._num_words_sent or self._connected:
+                self._nccl = nccl_direct.communicator(self._backend) or False
+            self._num_words_sent += 1
+        return self._nccl or None
 
     def exchange_no_words(self, world_size: int) -> None:
         """Where other ranks exchange words and this one has none: NCCL leaves out pairs without words, gloo sends empty messages, so there
@@ -232,12 +262,14 @@ class SideChannel:
         if self._idle is not None:
             self._idle.wait()
             self._idle = None
+        self._nccl = False
         shutdown = getattr(self._backend, "shutdown", None)      # older torch: dropping the object ends it
         if shutdown is not None:
             shutdown()
 
     def abort(self) -> None:
         """Ends the communicator on this rank alone, whatever is in flight. Waits for nothing."""
+        self._nccl = False
         abort_backend(self._backend, self._device.type)
 
 

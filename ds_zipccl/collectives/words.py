@@ -13,37 +13,58 @@ class Words:
 
     def __init__(self, data: torch.Tensor, state):
         self.data, self.device, self._work = data, data.device, None
-        self._host = data
+        self._host, self._on_gpu, self._must_fetch = data, data.is_cuda, False
         if data.is_cuda:
             self._stream = state.status_stream
+            self.stream_handle = self._stream.cuda_stream
             self._host = torch.empty(data.shape, dtype=data.dtype, device="cpu", pin_memory=True)
-            self._encoded, self._arrived = streams.Mark(self.device), streams.Mark(self.device)
+            self._encoded, self._arrived = torch.cuda.Event(), torch.cuda.Event()
             data.record_stream(self._stream)
 
     def exchange(self, send, *args) -> None:
-        """``send(*args)``: queues what fills ``data`` on the current stream, or returns the Work that fills it."""
-        if not self.data.is_cuda:
-            self._work = send(*args)
+        """``send(self, *args)`` queues what fills ``data`` (transport.SideChannel)."""
+        if self._on_gpu:
+            self._encoded.record(streams.as_object(self.device, streams.current(self.device)))
+            self._stream.wait_event(self._encoded)
+            self._must_fetch = True
+        send(self, *args)
+
+    def fetch(self) -> None:
+        """Queues their way to the host, after ``exchange``: apart, since payloads wait for what is done before."""
+        if not self._on_gpu:
             return
-        self._encoded.set()
-        with streams.On(self._stream):
-            self._encoded.join()
-            work = send(*args)
-            if work is not None:
-                work.wait()
-            self._host.copy_(self.data, non_blocking=True)
-            self._arrived.set()
+        if self._must_fetch:
+            with streams.On(self._stream):
+                self._host.copy_(self.data, non_blocking=True)
+        self._arrived.record(self._stream)
+
+    # What senders use.
+
+    def through(self, queue) -> None:
+        """``queue()`` queues on the current stream what fills ``data``, or returns the Work that does."""
+        with streams.On(self._stream if self._on_gpu else None):
+            self._work = queue()
+            if self._on_gpu and self._work is not None:
+                self._work.wait()
+                self._work = None
+
+    def on_host(self) -> int:
+        """The address of pinned memory for a sender that puts the words there himself."""
+        self._must_fetch = False
+        return self._host.data_ptr()
 
     # What work.Pending asks of status words and of the Work that brings them.
 
     def wait(self) -> None:
-        if self._work is not None:
+        if self._on_gpu:
+            self._arrived.synchronize()
+        elif self._work is not None:
             self._work.wait()
-        elif self.data.is_cuda:
-            self._arrived.wait()
 
     def is_completed(self) -> bool:
-        return self._work.is_completed() if self._work is not None else not self.data.is_cuda or self._arrived.passed
+        if self._on_gpu:
+            return self._arrived.query()
+        return self._work is None or self._work.is_completed()
 
     def tolist(self) -> list[int]:
         return self._host.tolist()

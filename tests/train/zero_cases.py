@@ -300,32 +300,30 @@ def case_stage_3_bf16(rank, world_size):
 
 def case_stage_3_uses_the_rank_order_sum(rank, world_size):
     """The gradients of a ZeRO-3 step are the documented sum, whatever the number of ranks: checked call by call."""
-    checked = []
-    inner = reduce_scatter.SPEC.zipped
+    checked, inner = [], reduce_scatter.SPEC.flight
 
-    def checking(call, launch, codec):
-        everything = torch.empty(world_size, call.input.numel(), dtype=call.input.dtype)
-        transport.all_gather_bytes(everything.view(torch.uint8).view(-1), call.input.view(torch.uint8).view(-1), call.group).wait()
-        rows = everything.view(world_size, world_size, -1)[:, rank].float()
-        total = rows[0].clone()
-        for row in rows[1:]:
-            total += row
-        work, finish = inner(call, launch, codec)
+    class Checking(inner):
+        def begin(self, call):
+            everything = torch.empty(world_size, call.input.numel(), dtype=call.input.dtype)
+            transport.all_gather_bytes(everything.view(torch.uint8).view(-1), call.input.view(torch.uint8).view(-1), call.group).wait()
+            rows = everything.view(world_size, world_size, -1)[:, rank].float()
+            self.total = rows[0].clone()
+            for row in rows[1:]:
+                self.total += row
+            super().begin(call)
 
-        def finish_and_check():
-            finish()
-            expected = total.bfloat16()
-            expected.view(torch.int16)[total.isnan()] = 0x7FC0      # garbage padding sums to NaNs
-            assert_same_bits(call.output.view(-1), expected, "reduce-scatter")
-            checked.append(call.output.numel())
+        def finish(self):
+            super().finish()
+            expected = self.total.bfloat16()
+            expected.view(torch.int16)[self.total.isnan()] = 0x7FC0      # garbage padding sums to NaNs
+            assert_same_bits(self.call.output.view(-1), expected, "reduce-scatter")
+            checked.append(self.call.output.numel())
 
-        return work, finish_and_check
-
-    object.__setattr__(reduce_scatter.SPEC, "zipped", checking)
+    object.__setattr__(reduce_scatter.SPEC, "flight", Checking)
     try:
         train(settings(3, "bf16", zipccl=ZIPPED), 3, steps=2)
     finally:
-        object.__setattr__(reduce_scatter.SPEC, "zipped", inner)
+        object.__setattr__(reduce_scatter.SPEC, "flight", inner)
     assert len(checked) > 3
 
 

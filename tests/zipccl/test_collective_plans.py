@@ -32,10 +32,18 @@ def numel_of(sender: int, receiver: int, world: int) -> int:
     return (0, 5, 4096, 4096, 3000 + (sender * world + receiver) % 1000)[kind]
 
 
+def room_of(numel: int) -> tuple:
+    capacity = Capacity.of(numel, 2, 0.0)
+    return capacity, capacity.next_call()
+
+
+def layout_of(numel: int, spill: int):
+    return layout(BY_TORCH[BF], numel, spill_per_tile=spill)
+
+
 def plan_of(rank: int, world: int, outgoing: bool) -> pairs.Side:
     numels = [numel_of(rank, peer, world) if outgoing else numel_of(peer, rank, world) for peer in range(world)]
-    return pairs.plan(numels, rank, 2, lambda n: n < 1000, lambda peer, n: Capacity.of(n, 2, 0.0),
-                      lambda n, spill: layout(BY_TORCH[BF], n, spill_per_tile=spill))
+    return pairs.plan(numels, rank, 2, [room_of(n) if peer != rank and n >= 1000 else None for peer, n in enumerate(numels)], layout_of)
 
 
 @pytest.mark.parametrize("world, ranks", [(2, 2), (3, 3), (64, 64), (257, 257), (1024, 6)])
@@ -63,8 +71,7 @@ def test_both_ends_of_every_pair_plan_the_same_and_pieces_tile_the_buffer(world,
 
 
 def test_equal_pieces_are_two_runs_around_the_own():
-    side = pairs.plan([4096] * 8, 3, 2, lambda n: False, lambda peer, n: Capacity.of(n, 2, 0.0),
-                      lambda n, spill: layout(BY_TORCH[BF], n, spill_per_tile=spill))
+    side = pairs.plan([4096] * 8, 3, 2, [room_of(4096) if peer != 3 else None for peer in range(8)], layout_of)
     assert [(run.first, run.count) for run in side.runs] == [(0, 3), (4, 4)]
 
 
@@ -72,8 +79,7 @@ def test_a_piece_whose_class_gave_up_or_grew_too_large_goes_raw():
     gave_up, huge = Capacity.of(4096, 2, 0.0), Capacity.of(4096, 2, 0.0)
     gave_up.calls_left_out, huge.spill_per_tile = 3, 5000
     classes = [None, gave_up, huge, Capacity.of(4096, 2, 0.0)]
-    side = pairs.plan([4096] * 4, 0, 2, lambda n: False, lambda peer, n: classes[peer],
-                      lambda n, spill: layout(BY_TORCH[BF], n, spill_per_tile=spill))
+    side = pairs.plan([4096] * 4, 0, 2, [c and (c, c.next_call()) for c in classes], layout_of)
     assert [piece.codec is None for piece in side.pieces] == [True, True, True, False]
     assert [piece.num_bytes for piece in side.pieces[:3]] == [0, 8192, 8192]
     assert gave_up.calls_left_out == 2

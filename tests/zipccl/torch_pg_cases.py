@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 import ds_zipccl
 from ds_zipccl.backend.torch_pg import ZipProcessGroup
+from ds_zipccl.collectives import transport
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits, specials
 from tests.zipccl.torch_pg_helpers import (
     AG,
@@ -215,16 +216,41 @@ def case_calls_are_counted(rank, world):
 
 
 class _WireDtypes(TorchDispatchMode):
-    """What the native groups are given to send, by dtype."""
+    """What the native groups, or their backends, are given to send, by dtype."""
 
     def __init__(self):
         super().__init__()
         self.seen = set()
 
+    def _see(self, args) -> None:
+        self.seen |= {leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
-            self.seen |= {leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
+            self._see(args)
         return func(*args, **(kwargs or {}))
+
+    def __enter__(self):
+        self._direct = transport.direct
+        transport.direct = lambda group, device: _Seen(self._direct(group, device), self._see)
+        return super().__enter__()
+
+    def __exit__(self, *exc):
+        transport.direct = self._direct
+        return super().__exit__(*exc)
+
+
+class _Seen:
+    """A backend whose collectives' arguments are looked at."""
+
+    def __init__(self, backend, see):
+        self._backend, self._see = backend, see
+
+    def __getattr__(self, name):
+        def run(*args):
+            self._see(args)
+            return getattr(self._backend, name)(*args)
+        return run
 
 
 def case_only_bytes_are_on_the_wire(rank, world):

@@ -9,8 +9,8 @@ from ds_scape.optimizer.flow import Flow
 from ds_scape.optimizer.state import FlatState
 from zipscape.errors import ConfigError, describe
 
-#: Coordinates of every partition that are averaged at a time.
-PIECE = 1 << 22
+#: Coordinates of all partitions together that are averaged at a time: 64 MiB in fp32.
+PIECE = 1 << 24
 
 
 def size_text(flow: Flow, kind: str) -> str:
@@ -46,10 +46,11 @@ def make_record(flow: Flow, kind: str, places: list[list[tuple[str, int, int]]])
 def _gather(flow: Flow, flat: FlatState, part, dtype: torch.dtype) -> torch.Tensor | None:
     """[W * P] on rank 0's host, piece by piece: ``part(flow, flat, start, stop)`` of every rank's partition. None on other ranks."""
     size, whole = flat.layout.partition_numel, None
+    piece = max(1, PIECE // flow.transport.world_size)
     if flow.transport.rank == 0:
         whole = torch.empty(flow.transport.world_size, size, dtype=dtype, device="cpu")
-    for start in range(0, size, PIECE):
-        stop = min(size, start + PIECE)
+    for start in range(0, size, piece):
+        stop = min(size, start + piece)
         own = part(flow, flat, start, stop).to(flat.copies.device)
         rows = flow.transport.gather(own.view(torch.uint8), "checkpoint")       # no backend knows all dtypes
         if whole is not None:

@@ -5,6 +5,7 @@ import torch
 
 from ds_scape.optimizer.flow import Flow, StepResult
 from ds_scape.sync.traffic import dense_zero_bytes
+from ds_scape.update import norms
 
 
 class StepRows:
@@ -29,7 +30,7 @@ class StepRows:
                "sent_bytes": total, **{f"{what}_bytes": num for what, num in sent.items()}, "dense_zero_bytes": dense,
                "ratio": round(dense / total, 3) if total else None, "grad_norm": result.grad_norm if result.applied else None,
                "density": sum(layout.splits(result.dense)) / max(1, sum(layout.splits(True))), "mask_overlap": flow.mask_overlap,
-               "residual_norm": float(sum(flat.residual.to(torch.float32).square().sum(dtype=torch.float64) for flat in flow.flats)) ** 0.5,
+               "residual_norm": float(norms.sum_of_squares([flat.residual for flat in flow.flats])) ** 0.5,
                **self._ages()}
         if self._file is not None:
             self._file.write(json.dumps(row) + "\n")
@@ -37,14 +38,12 @@ class StepRows:
 
     def _ages(self) -> dict:
         """Over the coordinates that this rank owns, without padding."""
-        rank, ages, only_dense = self._flow.transport.rank, [], 0
-        for flat in self._flow.flats:
-            for segment in flat.layout.segments[rank]:
-                last = flat.last_sync[segment.start:segment.stop]
-                ages.append(self._flow.num_steps - last)
-                only_dense += int((last <= self._flow.last_dense_step).sum())
-        age = torch.cat(ages) if ages else torch.zeros(1)
-        return {"age_mean": float(age.float().mean()), "age_max": int(age.max()), "share_unsent_since_dense": only_dense / age.numel()}
+        flow = self._flow
+        last = torch.cat([flat.last_sync[segment.start:segment.stop] for flat in flow.flats
+                          for segment in flat.layout.segments[flow.transport.rank]] or [torch.zeros(1, dtype=torch.int32)])
+        oldest, total, unsent = torch.stack([last.min(), last.sum(), (last <= flow.last_dense_step).sum()]).tolist()
+        return {"age_mean": flow.num_steps - total / last.numel(), "age_max": flow.num_steps - oldest,
+                "share_unsent_since_dense": unsent / last.numel()}
 
     def events(self, row: dict, samples: int) -> list:
         """The row for DeepSpeed's monitors: [(name, number, samples)]."""

@@ -77,7 +77,7 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         return FlatState(layout, copies, residual, weight, momentum, square, last_sync, group, params, passage)
 
     def _announce_memory(self) -> None:
-        """Rank 0 says what SCAPE holds on this rank beyond dense ZeRO with gradients of the same type."""
+        """Rank 0 says what SCAPE holds on this rank beyond dense ZeRO 1 with gradients of the same type."""
         flat = self.flow.flats[0]
         item = flat.stored_residual.element_size()
         held = held_bytes(self.flow.layout, item)
@@ -92,8 +92,8 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
                  for where, held in (("on the device", device), ("in host memory", host)) if held]
         sparse, dense = (transient_bytes(self.flow.layout, dense=dense, weight_bytes=flat.copies.element_size(),
                                          offloaded=flat.passage is not None) / 1e6 for dense in (False, True))
-        print_dist(f"SCAPE keeps beyond dense ZeRO, per rank: {' and '.join(texts)}; in a step up to {sparse:.1f} MB more, in one without "
-                   f"masks {dense:.1f} MB", ranks=[0])
+        print_dist(f"SCAPE keeps beyond dense ZeRO 1, per rank: {' and '.join(texts)}; in a step up to {sparse:.1f} MB more, in one "
+                   f"without masks {dense:.1f} MB", ranks=[0])
 
     def watch(self) -> None:
         """Statistics of every step from now on, in ``last_row`` and in the log."""

@@ -14,6 +14,12 @@ def test_two_ranks(case):
     assert_ok(MODULE, CASES, 2, case)
 
 
+@pytest.mark.parametrize("case", case_names("tests.scape.zero_setting_cases"))
+def test_settings_on_two_ranks(case):
+    module = "tests.scape.zero_setting_cases"
+    assert_ok(module, case_names(module), 2, case)
+
+
 @pytest.mark.parametrize("case", BEYOND_TWO)
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_more_ranks(world_size, case):

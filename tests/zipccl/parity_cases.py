@@ -49,6 +49,7 @@ def main():
     numel = 1500
     g = fmt.layout(dtype, numel, *CAPACITIES[level], level=level)
     x = torch.stack([data(kind, dtype.torch_dtype, numel, i) for i, kind in enumerate(KINDS)])
+    x[:, 100:140] = -0.0                                   # their sum is -0
     written = {name: frames_of(writer, x, g) for name, writer in sets.items()}
     expected, status = written["reference"]
     assert not status & fmt.OVERFLOW_BIT and status >> 17, "a spill was meant to be, and no overflow"

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from ds_zipccl.kernels import impl_cuda
+from ds_zipccl.kernels import impl_cuda, nvrtc
 from zipscape.errors import BuildError
 from zipscape.op_builder import cuda_arch
 from zipscape.op_builder.zipccl import ZIPCCL_CUDA
@@ -91,3 +91,17 @@ def test_without_a_list_every_visible_gpu_is_built_for(two_gpus, monkeypatch):
     monkeypatch.setattr(impl_cuda, "CudaCalls", lambda library: "calls")
     kernels = impl_cuda.load.__wrapped__()
     assert kernels.built_by == "nvcc 13.0, code for 8.0, 9.0"
+
+
+def test_without_nvcc_nvrtc_compiles_and_that_is_said(two_gpus, monkeypatch, caplog):
+    """The report, ``built_by``, and one warning with the reason; where there is no NVRTC either, an error that says what to install."""
+    monkeypatch.setattr(ZIPCCL_CUDA, "available", lambda: (False, "nvcc was not found"))
+    monkeypatch.setattr(nvrtc.NvrtcCalls, "__init__", lambda self, source: setattr(self, "source", source))
+    with caplog.at_level("WARNING", "ds_zipccl"):
+        kernels = impl_cuda.load.__wrapped__()
+    assert kernels.built_by == "NVRTC" and kernels._calls.source == ZIPCCL_CUDA.source_paths()[0]
+    assert [record.getMessage() for record in caplog.records] == ["the CUDA kernels were compiled by NVRTC: nvcc was not found"]
+    monkeypatch.undo()
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    with pytest.raises(BuildError, match="NVRTC was not found.*install nvcc, or the wheel nvidia-cuda-nvrtc"):
+        nvrtc.compile_cubin(ZIPCCL_CUDA.source_paths()[0], "sm_90")

@@ -86,6 +86,15 @@ print(ZIPCCL_CPU.csrc); print(ZIPCCL_CPU.build()); ZIPCCL_CPU.load()
     assert tmp_path in Path(built).parents
 
 
+def test_the_codec_bench_runs_from_the_wheel(installed, tmp_path):
+    run(installed, "-m", "ds_zipccl.cli.main", "bench", "codec", "--device", "cpu", "--size", "64K", "--dtype", "bf16", "--dist", "normal",
+        "--impl", "cpu,reference", "--repeat", "1", "--json", "rows.json", cwd=tmp_path, ZIPSCAPE_CACHE=str(tmp_path / "cache"))
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(row["impl"], row["op"], row["wrong"]) for row in rows] == [
+        (impl, op, 0) for impl in ("cpu", "reference") for op in ("compress", "decompress")]
+    assert len({row["wire_bytes"] for row in rows}) == 1 and rows[0]["ratio"] > 1.4
+
+
 def test_entry_points_and_version(installed, tmp_path):
     code = """
 import json, sys

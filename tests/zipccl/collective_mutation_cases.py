@@ -1,0 +1,147 @@
+"""Cases run on every rank by test_collectives.py: a transport that does something wrong is noticed by the comparisons that all other cases
+make. Every mutation against every collective of the registry; each is carried out right once before."""
+import contextlib
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl.collectives import transport
+from ds_zipccl.collectives.registry import specs
+from ds_zipccl.collectives.words import Words
+from tests.helpers.bits import assert_same_bits, random_bits
+from tests.zipccl.collective_helpers import begin, finite, runtime
+from zipscape.errors import ZipScapeError
+
+ROW = 5000
+
+
+def _lost(rows, rank):
+    rows.zero_()
+
+
+def _from_another_rank(rows, rank):
+    rows[1:] = rows[:-1].clone()            # not merely in another order, which no sum would see
+
+
+def _damaged(rows, rank):
+    rows[:, ::16] ^= 0x55
+
+
+def _shifted(rows, rank):
+    rows.copy_(rows.roll(1, 1))
+
+
+def _cut_short(rows, rank):
+    rows[:, rows.shape[1] // 2:] = 0
+
+
+class Channel:
+    """A group's backend, or a side channel, whose messages are spoiled when they arrive: ``spoil(rows [world size, n], rank)``."""
+
+    def __init__(self, channel, spoil, rank, world):
+        self._channel, self._spoil, self._rank, self._world = channel, spoil, rank, world
+
+    def __getattr__(self, name):
+        method = getattr(self._channel, name)
+
+        def spoiled(first, *args):
+            work = method(first, *args)
+            if name in ("close", "connect", "abort", "exchange_no_words"):
+                return work
+            if work is not None:
+                work.wait()
+            outs = first.values() if isinstance(first, dict) else first if isinstance(first, list) else (first,)
+            for out in outs:
+                rows = out.view(-1).view(torch.uint8)
+                if rows.numel():                # without the rank's own in some exchanges
+                    self._spoil(rows.view(self._world if rows.numel() % self._world == 0 else 2, -1), self._rank)
+            return work
+
+        return spoiled if callable(method) and name not in ("close", "connect", "abort", "exchange_no_words") else method
+
+
+@contextlib.contextmanager
+def payloads(live, spoil, rank, world):
+    original = transport.direct
+    transport.direct = lambda group, device: Channel(original(group, device), spoil, rank, world)
+    try:
+        yield
+    finally:
+        transport.direct = original
+
+
+@contextlib.contextmanager
+def resends(live, spoil, rank, world):
+    state = live.state(dist.group.WORLD, torch.get_default_device())
+    state.__dict__["bulk"] = Channel(state.bulk, spoil, rank, world)
+    yield
+
+
+@contextlib.contextmanager
+def status_words(live, spoil, rank, world):
+    original = Words.tolist
+    Words.tolist = lambda words: [0] * len(original(words))
+    try:
+        yield
+    finally:
+        Words.tolist = original
+
+
+MUTATIONS = [(where, spoil, noisy) for where, noisy in ((payloads, False), (resends, True)) for spoil in (
+    _lost, _from_another_rank, _damaged, _shifted, _cut_short)] + [(status_words, _lost, True)]
+
+
+def _call(spec, rank, world, noisy):
+    """(call, expected outputs): sums are exact in any order. ``noisy``: data that overflows."""
+    call = spec.make_call(dist.group.WORLD, ROW, torch.bfloat16, torch.get_default_device())
+    if noisy:
+        for i, t in enumerate(call.inputs):
+            noise = finite(random_bits(t.numel(), seed=10 * rank + i))
+            if spec.reduces:                    # no two ranks have something at the same place
+                noise[torch.arange(t.numel()) % world != rank] = 0
+            t.copy_(noise.view_as(t))
+    saved = [t.clone() for t in call.inputs]
+    spec.native(call).wait()
+    expected = [t.clone() for t in call.outputs]
+    for out in call.outputs:
+        out.fill_(3.0)
+    for t, data in zip(call.inputs, saved, strict=True):
+        t.copy_(data)
+    return call, expected
+
+
+def _is_right(live, call, expected) -> bool:
+    try:
+        work, ours = begin(live, call)
+        assert ours, "the case tests nothing"
+        work.wait()
+        for got, wanted in zip(call.outputs, expected, strict=True):
+            assert_same_bits(got, wanted, call.op)
+    except (ZipScapeError, RuntimeError):
+        return False
+    except AssertionError as error:
+        assert "tests nothing" not in str(error)
+        return False
+    return True
+
+
+def case_mutations_of_the_transport_are_noticed(rank, world):
+    for op, spec in specs(internal=True).items():
+        for where, spoil, noisy in MUTATIONS:
+            if where is status_words and spec.pairwise:
+                continue                        # the two ends would wait for each other
+            name = f"{op}: {where.__name__} {spoil.__name__}"
+            for mutated in (False, True):
+                call, expected = _call(spec, rank, world, noisy)
+                with runtime() as live:
+                    live.state(dist.group.WORLD, call.device)
+                    with where(live, spoil, rank, world) if mutated else contextlib.nullcontext():
+                        right = _is_right(live, call, expected)
+                    seen = live.stats.snapshot()[op]
+                verdicts = [None] * world
+                dist.all_gather_object(verdicts, right)
+                if mutated:
+                    assert not all(verdicts), f"{name} went unseen"
+                else:
+                    assert all(verdicts), f"{name}: wrong without the mutation: {verdicts}"
+                    assert bool(seen["overflows"]) == noisy, f"{name}: {seen}"

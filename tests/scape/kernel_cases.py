@@ -121,7 +121,7 @@ def check_scatter(kernels, n, share, dtype, seed=0, offset=1):
 
 def check_select(kernels, rank_by, square, segments, *, overdue=0.02, seed=0, offset=1):
     n = rank_by.numel()
-    last = torch.randint(60, 99, (n,), generator=rng(seed + 5), dtype=torch.int32)
+    last = torch.randint(61, 99, (n,), generator=rng(seed + 5), dtype=torch.int32)
     last[torch.rand(n, generator=rng(seed + 6)) < overdue] = 7
     compare(kernels, "select", {"rank_by": rank_by, "square": square, "last_sync": last},
             lambda f, rank_by, square, last_sync: f(rank_by, square, last_sync, 100, 40, segments), offset)

@@ -111,8 +111,18 @@ def test_select_among_as_many_equal_keys_as_a_warp_notes_down(kernels, num_equal
 def test_select_among_as_many_equal_keys_as_a_thread_notes_down(kernels, num_equal):
     r = torch.ones(270_000)
     r[torch.randperm(1 << 18, generator=cases.rng(num_equal))[:num_equal]] = 2.0
-    for count in (num_equal - 1, num_equal, num_equal + 1):
+    for count in (16_000, num_equal - 1, num_equal, num_equal + 1):
         cases.check_select(kernels, r, torch.ones(270_000), (Segment(0, 270_000, count),), overdue=0.0)
+
+
+@pytest.mark.parametrize("factor", [0.03, 30.0])
+def test_select_where_the_sample_of_a_small_segment_misleads(kernels, factor):
+    """The C++ kernels' sample (csrc/scape/cpu_select.h, select_at_once) is ``factor`` times the rest."""
+    n = 20_000
+    place = torch.arange(n)
+    r = torch.where(place % 16 == place // 16 * 5 % 16, factor, 1.0) * (1 + torch.rand(n, generator=cases.rng(1)))
+    for count in (1, 700, 1250, 2500, 10_000, n - 700, n - 1):
+        cases.check_select(kernels, r, torch.ones(n), (Segment(0, n, count),), overdue=0.0)
 
 
 @pytest.mark.parametrize("numel, counts", [(600_000, (1, 6000, 300_000, 599_999))])

@@ -2,10 +2,10 @@
 import argparse
 import sys
 
-from ds_scape.cli import estimate
+from ds_scape.cli import estimate, report
 from zipscape.errors import ZipScapeError
 
-COMMANDS = {"estimate": estimate}
+COMMANDS = {"estimate": estimate, "report": report}
 
 
 def main(argv: list[str] | None = None) -> int:

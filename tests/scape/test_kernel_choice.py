@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ds_scape
+from ds_scape.cli.main import main
 from ds_scape.errors import KernelError
 from ds_scape.kernels import impl_reference, loader, ops
 from zipscape.errors import ConfigError
@@ -16,6 +17,7 @@ from zipscape.errors import ConfigError
 SCRIPT = """
 import json, logging, sys
 logging.basicConfig(stream=sys.stderr, format="LOG %(message)s")
+from ds_scape.cli.main import main
 from ds_scape.errors import KernelError
 from ds_scape.kernels import loader
 best = [loader.choose("best", "cpu").names["cpu"] for _ in range(3)]
@@ -46,6 +48,15 @@ def test_with_a_compiler_the_cpu_kernels_are_the_best():
     assert loader.report()["cpu"]["built"] in ("baseline", "avx2", "avx512")
     with pytest.raises(KernelError, match="serves cuda tensors|no CUDA device"):
         loader.choose("cuda", "cpu")
+
+
+def test_the_report_says_what_is_built(tmp_path, capsys):
+    assert main(["report", "--json", str(tmp_path / "report.json")]) == 0
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert data["kernels"]["cpu"]["available"] and data["best_kernels"]["cpu"] == "cpu"
+    assert data["kernels"]["cuda"]["available"] or "CUDA" in data["kernels"]["cuda"]["reason"]
+    assert {row["name"] for row in data["libraries"]} == {"scape_cpu", "scape_cuda"}
+    assert "best here" in capsys.readouterr().out
 
 
 def step(kernels, dtype=torch.float64):

@@ -39,7 +39,7 @@ def test_losses_and_weights_are_the_same_to_the_last_bit(name, zipped_op):
     assert int(calls) >= 4 and float(raw) > 1.2 * float(wire), zipped
 
 
-@pytest.mark.parametrize("name", ["ddp.py", "fsdp2.py"])
+@pytest.mark.parametrize("name", ["ddp.py", "fsdp2.py", "torch_run.py"])
 def test_examples_stay_short_and_need_no_deepspeed(name):
     text = (EXAMPLES / name).read_text()
     assert len(text.splitlines()) < 100 and "import deepspeed" not in text

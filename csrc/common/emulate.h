@@ -1,5 +1,5 @@
 // CUDA on a CPU, for tests: every CUDA thread is a fiber, a CTA's fibers take turns, CTAs run one after the other. Warp functions and
-// barriers are meeting points: a fiber that arrives hands over to the next one until all have arrived. Checks logic, not races.
+// barriers are meeting points: a fiber that arrives hands over to the next one until all have arrived. Checks logic, hardly races.
 #ifndef ZIPSCAPE_EMULATE_H
 #define ZIPSCAPE_EMULATE_H
 
@@ -91,6 +91,20 @@ inline void run_fiber() {
     _longjmp(scheduler, 1);
 }
 
+// The current fiber until it waits. False: it has ended.
+inline bool run_on() {
+    Fiber& fiber = fibers[current];
+    if (fiber.done) return false;
+    threadIdx = dim3(current);
+    if (_setjmp(scheduler) == 0) {
+        if (fiber.begun) _longjmp(fiber.at, 1);
+        fiber.begun = true;
+        setcontext(&fiber.start);
+    }
+    return true;
+}
+
+// A warp runs as far as it can before the next one: code that does not wait where it must for later warps gives wrong results.
 inline void run_cta(unsigned num_threads) {
     warp_meetings.assign(num_threads / kWarpLanes, Meeting());
     cta_meeting = Meeting();
@@ -107,17 +121,11 @@ inline void run_cta(unsigned num_threads) {
     }
     for (bool any = true; any;) {
         any = false;
-        for (current = 0; current < num_threads; current++) {
-            Fiber& fiber = fibers[current];
-            if (fiber.done) continue;
-            any = true;
-            threadIdx = dim3(current);
-            if (_setjmp(scheduler) == 0) {
-                if (fiber.begun) _longjmp(fiber.at, 1);
-                fiber.begun = true;
-                setcontext(&fiber.start);
+        for (unsigned w = 0; w < warp_meetings.size(); w++)
+            for (unsigned round = ~0u; round != warp_meetings[w].round;) {
+                round = warp_meetings[w].round;
+                for (current = w * kWarpLanes; current < (w + 1) * kWarpLanes; current++) any = run_on() || any;
             }
-        }
     }
 }
 

@@ -1,6 +1,7 @@
 """The CUDA kernels without a CUDA toolkit: the same source through NVRTC (a library that comes with torch) and the driver's own API.
 
-``NvrtcCalls`` has the methods of ``cuda_calls.CudaCalls``. Calls cost the host a few microseconds more.
+``NvrtcCalls`` has the methods of ``cuda_calls.CudaCalls``, but for measurements' ones. Calls cost the host a few microseconds more, and their
+kernels do not overlap (launches have no attributes here).
 """
 import ctypes
 import re

@@ -1,7 +1,7 @@
 """The CUDA kernels without a CUDA toolkit: the same source through NVRTC (a library that comes with torch) and the driver's own API.
 
-``NvrtcCalls`` has the methods of ``cuda_calls.CudaCalls``, but for measurements' ones. Calls cost the host a few microseconds more, and their
-kernels do not overlap (launches have no attributes here).
+``NvrtcCalls`` has the methods of ``cuda_calls.CudaCalls`` but allow_overlap: launches have no attributes here, so kernels do not overlap.
+Calls cost the host a few microseconds more.
 """
 import ctypes
 import re

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "geometry.h"
 
@@ -94,9 +95,18 @@ struct Fp32 : FloatLayout<uint32_t, 8, 23, 3, false> {
     }
 };
 
-// The loops over a block (cpu_block.h says what they do).
+// The loops over a block (cpu_block.h says what they do). Byte by byte where a type's two bytes allow it: a register holds twice
+// as many bytes as elements.
 template <class D>
 ZIPCCL_INLINE void split_block(const uint8_t* x, uint8_t* exponents, uint8_t* planes, uint8_t* extra) {
+    if (std::is_same_v<D, Bf16>) {
+        for (int e = 0; e < kBlockElems; ++e) {
+            const uint8_t low = x[2 * e], high = x[2 * e + 1];
+            exponents[e] = static_cast<uint8_t>(high << 1 | low >> 7);
+            planes[e] = static_cast<uint8_t>((high & 0x80) | (low & 0x7F));
+        }
+        return;
+    }
     for (int e = 0; e < kBlockElems; ++e) {
         const uint32_t bits = load<typename D::Bits>(x + e * sizeof(typename D::Bits));
         const uint32_t remainder = D::remainder(bits);
@@ -110,6 +120,14 @@ ZIPCCL_INLINE void split_block(const uint8_t* x, uint8_t* exponents, uint8_t* pl
 
 template <class D>
 ZIPCCL_INLINE void join_block(const uint8_t* exponents, const uint8_t* planes, const uint8_t* extra, uint8_t* x) {
+    if (std::is_same_v<D, Bf16>) {
+        for (int e = 0; e < kBlockElems; ++e) {
+            const uint8_t exponent = exponents[e], remainder = planes[e];
+            x[2 * e] = static_cast<uint8_t>(exponent << 7 | (remainder & 0x7F));
+            x[2 * e + 1] = static_cast<uint8_t>((remainder & 0x80) | exponent >> 1);
+        }
+        return;
+    }
     for (int e = 0; e < kBlockElems; ++e) {
         uint32_t remainder = planes[e];
         if (D::kBytePlanes > 1) remainder |= static_cast<uint32_t>(planes[e + kBlockElems]) << 8;

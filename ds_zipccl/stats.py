@@ -19,9 +19,11 @@ class OpStats:
     zipped_wire_bytes: int = 0
     overflows: int = 0
     native_reasons: Counter = field(default_factory=Counter)
+    calls_one_sided: int = 0                    # of those zipped: over symmetric memory, not the process group
+    not_one_sided: Counter = field(default_factory=Counter)         # why not, of calls that were to go there
 
     def as_dict(self) -> dict:
-        row = dict(self.__dict__, native_reasons=dict(self.native_reasons))
+        row = {key: dict(value) if isinstance(value, Counter) else value for key, value in self.__dict__.items()}
         row["ratio"] = round(self.raw_bytes / self.wire_bytes, 4) if self.wire_bytes else None
         return row
 
@@ -46,15 +48,21 @@ class Stats:
             row.raw_bytes += raw_bytes
             row.wire_bytes += raw_bytes
 
-    def zipped(self, op: str, raw_bytes: int, wire_bytes: int) -> None:
+    def zipped(self, op: str, raw_bytes: int, wire_bytes: int, one_sided: bool = False) -> None:
         """Counts a compressed call."""
         with self._lock:
             row = self._op(op)
             row.calls_zipped += 1
+            row.calls_one_sided += one_sided
             row.raw_bytes += raw_bytes
             row.wire_bytes += wire_bytes
             row.zipped_raw_bytes += raw_bytes
             row.zipped_wire_bytes += wire_bytes
+
+    def not_one_sided(self, op: str, reason: str) -> None:
+        """Counts a call that goes over its process group although one-sided was wanted."""
+        with self._lock:
+            self._op(op).not_one_sided[reason] += 1
 
     def overflow(self, op: str, extra_wire_bytes: int) -> None:
         """Counts a compressed call that had to be sent again uncompressed."""
@@ -72,9 +80,8 @@ class Stats:
 
 def difference(now: dict, before: dict) -> dict:
     """The counters of one collective since an earlier row of ``Stats.snapshot``."""
-    row = {key: now[key] - before.get(key, 0) for key in now if key not in ("native_reasons", "ratio")}
-    row["native_reasons"] = dict(Counter(now["native_reasons"]) - Counter(before.get("native_reasons", {})))
-    return row
+    return {key: dict(Counter(value) - Counter(before.get(key, {}))) if isinstance(value, dict) else value - before.get(key, 0)
+            for key, value in now.items() if key != "ratio"}
 
 
 class StepLog:

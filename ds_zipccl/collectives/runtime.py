@@ -22,6 +22,7 @@ from ds_zipccl.collectives.check import check
 from ds_zipccl.collectives.group_state import GroupState
 from ds_zipccl.collectives.launch import STATUS_BYTES, Flight, Kind, Launch  # noqa: F401  others count status words too
 from ds_zipccl.collectives.native_calls import NativeCalls, list_signature, signature
+from ds_zipccl.collectives.one_sided import Router
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, specs
 from ds_zipccl.collectives.views import as_sum, contiguous
 from ds_zipccl.collectives.work import DoneWork, Pending, ZipWork
@@ -47,6 +48,7 @@ class Runtime:
         self._seen_reasons: set[tuple[str, str]] = set()
         self._native_calls = NativeCalls()
         self._kinds: dict[tuple, Kind] = {}
+        self._one_sided = Router(config, kernels, self.stats)
         self.stats.sections["switch"] = self._switch_report
 
     def run(self, call: Call, reason_against: Callable[[], str | None] | None = None) -> dist.Work | None:
@@ -70,6 +72,12 @@ class Runtime:
             if self.config.integrity != "off" and call.world_size > 1 and call.device.type in self.kernels:
                 check(spec, call, self.state(call.group, call.device))
             state = None if reason else self.state(call.group, call.device)
+        if reason is None and self._one_sided.wanted:
+            work = self._one_sided.run(spec, call, state, self.stats)
+            if work is not None:
+                if kind is None:
+                    self._new_kind(zipped_key, spec, call, state)
+                return work
         if reason is None:
             reason = self._choose(spec, call, state)
         if reason is None:
@@ -150,10 +158,11 @@ class Runtime:
         failures = []
         for name in names:
             for state in self._groups.pop(name, {}).values():
-                try:
-                    state.close()
-                except Exception as error:
-                    failures.append(error)
+                for close in (functools.partial(self._one_sided.close, state), state.close):
+                    try:
+                        close()
+                    except Exception as error:
+                        failures.append(error)
                 self._forget_calls(state)
         if group is None:
             self.workspace.clear()
@@ -162,6 +171,7 @@ class Runtime:
 
     def _forget_calls(self, state: GroupState) -> None:
         """What was made ready for the calls of a group that ends."""
+        self._one_sided.abort(state)
         self._kinds = {key: kind for key, kind in self._kinds.items() if kind.state is not state}
         self.workspace.drop(lambda flight: flight.launch.state is state)
 

@@ -7,6 +7,7 @@ queues a whole call at once (csrc/zipccl/symmetric.cu).
 """
 import ctypes
 import functools
+import os
 from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _SymmetricMemory
 
 from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.codec.format import BLOCK_ELEMS, DEFAULT_SPILL_PER_TILE, HEADER_BYTES, TILE_ELEMS, layout
@@ -105,9 +107,10 @@ def plan(dtype: torch.dtype, row_numel: int, world_size: int, same_for_all: bool
 class SymmetricWork(dist.Work):
     """The handle of a call. ``wait`` makes the current stream wait for the result; the host waits for nothing."""
 
-    def __init__(self, transport: "SymmetricTransport", call: int, outputs: list[torch.Tensor]):
+    def __init__(self, transport: "SymmetricTransport", call: int, outputs: list[torch.Tensor], sent_bytes: int):
+        """``sent_bytes``: of frames, to all peers."""
         super().__init__()
-        self._transport, self._call, self._outputs = transport, call, outputs
+        self._transport, self._call, self._outputs, self.sent_bytes = transport, call, outputs, sent_bytes
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self._transport.join(self._call)
@@ -133,7 +136,8 @@ class SymmetricWork(dist.Work):
 
 
 class SymmetricTransport:
-    """One group's. All ranks must make the same calls in the same order; tensors are dense, of one of the codec's dtypes.
+    """One group's. All ranks must make the same calls in the same order; tensors are flat, of one of the codec's dtypes. Calls return None
+    on all ranks, and do nothing, where the memory has no room for a tile of each row.
 
     Made by ``open_transport``. ``first_bytes``, ``largest_bytes``, ``stored_bytes``, ``num_lanes``: see the constants.
     """
@@ -158,10 +162,13 @@ class SymmetricTransport:
         return int(self._overflows.sum())
 
     def _run(self, dtype: torch.dtype, row_numel: int, rows: int, row_stride: int, out: int, out_stride: int, tensors, own: int = 0,
-             copy=(0, 0, 0), made: tuple[torch.Tensor, ...] = ()) -> SymmetricWork:
+             copy=(0, 0, 0), made: tuple[torch.Tensor, ...] = ()) -> SymmetricWork | None:
+        if torch.cuda.current_device() != self.device.index:
+            with torch.cuda.device(self.device):
+                return self._run(dtype, row_numel, rows, row_stride, out, out_stride, tensors, own, copy, made)
         cut = self.plan(dtype, row_numel, row_stride == 0)
         if cut is None:
-            raise ValueError("not even one tile fits into the symmetric memory")
+            return None
         stream = streams.current(self.device)
         if copy[0] == copy[1]:
             copy = (0, 0, 0)
@@ -178,9 +185,9 @@ class SymmetricTransport:
             if len(self._kept) > MAX_KEPT:
                 self._engine.join(done, stream)             # nobody waited for it: its memory goes back in the order of this stream
             self._kept.popleft()
-        return SymmetricWork(self, call, [tensors[0]])
+        return SymmetricWork(self, call, [tensors[0]], cut.frame_bytes * (self.world_size - 1))
 
-    def all_gather(self, out: torch.Tensor, own: torch.Tensor, made: tuple[torch.Tensor, ...] = ()) -> SymmetricWork:
+    def all_gather(self, out: torch.Tensor, own: torch.Tensor, made: tuple[torch.Tensor, ...] = ()) -> SymmetricWork | None:
         """``out`` [world_size * n] from every rank's ``own`` [n]; ``own`` may be its place in ``out``. ``made``: ``make_frames`` of what
         ``own`` is now, none of which overflows; on all ranks or none."""
         n, item = own.numel(), own.element_size()
@@ -195,13 +202,13 @@ class SymmetricTransport:
             kernels.encode(own[None, start:start + g.numel], frames[-1], self._status, g)
         return tuple(frames)
 
-    def all_to_all(self, out: torch.Tensor, data: torch.Tensor) -> SymmetricWork:
+    def all_to_all(self, out: torch.Tensor, data: torch.Tensor) -> SymmetricWork | None:
         """``out``, ``data`` [world_size * n], equal pieces; they must not overlap."""
         n, item = data.numel() // self.world_size, data.element_size()
         x, to, at = data.data_ptr(), out.data_ptr(), self.rank * n * item
         return self._run(data.dtype, n, x, n * item, to, n * item, (out, data), copy=(to + at, x + at, n * item))
 
-    def reduce_scatter(self, out: torch.Tensor, data: torch.Tensor) -> SymmetricWork:
+    def reduce_scatter(self, out: torch.Tensor, data: torch.Tensor) -> SymmetricWork | None:
         """``out`` [n]: the sum in rank order of what ranks have for this one in ``data`` [world_size * n]; ``out`` may be this rank's
         place there."""
         n, item = out.numel(), out.element_size()
@@ -215,32 +222,46 @@ class SymmetricTransport:
         return self._engine.is_done(call)
 
     def close(self) -> None:
-        """All ranks at the same point; waits for the device, so that nothing is in flight when the memory goes."""
+        """All ranks at the same point; waits for the calls in flight, of which none may be captured."""
         torch.cuda.synchronize(self.device)
+        self._end()
+
+    def abort(self) -> None:
+        """At once, on this rank alone. Memory that a call in flight uses is never freed: its kernels wait until their limit."""
+        if self._num_calls == 0 or self._engine.is_done(self._num_calls):
+            self._end()
+        else:
+            _NEVER_FREED.append((self._engine, self._keep_alive, self._kept, self._status))
+
+    def _end(self) -> None:
         self._engine.close()
         self._kept.clear()
         self._keep_alive = None
 
 
-def why_not(records: list[dict], max_ranks: int) -> str | None:
+_NEVER_FREED: list = []
+
+
+def why_not(records: list[dict]) -> str | None:
     """Why a group cannot use the transport, from what each rank says of itself: ``host``, ``uuid`` of its GPU, ``peers``: for the other
-    GPUs that it sees, by uuid, whether it can access their memory; ``error``: its kernels could not be built."""
+    GPUs that it sees, by uuid, whether it can access their memory; ``max_ranks``; ``error``: its kernels could not be built;
+    ``no_memory``: it could not allocate."""
     uuids = [record["uuid"] for record in records]
-    if len(records) > max_ranks:
-        return "too_many_ranks"
     if len({record["host"] for record in records}) > 1:
         return "hosts"
     if len(set(uuids)) < len(uuids):
         return "same_gpu"
     if any(record.get("error") for record in records):
         return "not_built"
+    if len(records) > min(record["max_ranks"] for record in records):
+        return "too_many_ranks"
     if not all(record["peers"].get(uuid) for record in records for uuid in uuids if uuid != record["uuid"]):
         return "no_peer_access"
-    return None
+    return "no_memory" if any(record.get("no_memory") for record in records) else None
 
 
 def record_of(device: torch.device) -> dict:
-    """What ``why_not`` needs of this rank."""
+    """What ``why_not`` needs of this rank, but for ``no_memory``."""
     from ds_zipccl.kernels import impl_cuda, symmetric_calls
 
     def uuid(index: int) -> str:
@@ -252,28 +273,39 @@ def record_of(device: torch.device) -> dict:
     try:
         if impl_cuda.load().c_encode() is None:
             record["error"] = "the CUDA kernels were compiled by NVRTC, which has no C launchers"
-        symmetric_calls.load()
+        record["max_ranks"] = symmetric_calls.load().max_ranks
     except BuildError as error:
         record["error"] = str(error)
     return record
 
 
-def open_transport(group: dist.ProcessGroup, device: torch.device, num_bytes: int, timeout: timedelta) -> SymmetricTransport:
-    """Allocates and exchanges ``num_bytes`` of symmetric memory. All ranks of the group at the same point, once
-    ``why_not`` of their records is None."""
+def reserve(device: torch.device, num_bytes: int) -> torch.Tensor:
+    """Memory for ``open_transport``: of this rank, which peers will see. Raises RuntimeError if there is none."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
+    from ds_zipccl.kernels import symmetric_calls
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")         # torch would set it up, and nothing here uses it
+    with torch.cuda.device(device):
+        memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+        memory[:symmetric_calls.load().words_bytes].zero_()
+        torch.cuda.synchronize(device)                     # peers may write as soon as they know the address
+    return memory
+
+
+def open_transport(rank: int, world_size: int, device: torch.device, memory: torch.Tensor, store: dist.Store, name: str,
+                   timeout: timedelta) -> SymmetricTransport:
+    """Exchanges the ranks' ``memory`` (``reserve``, as much on each). All ranks of a group at the same point, once ``why_not`` of their
+    records is None; ``store`` and ``name`` are for this alone."""
     from ds_zipccl.kernels import impl_cuda, symmetric_calls
     with torch.cuda.device(device):
         kernels, calls = impl_cuda.load(), symmetric_calls.load()
-        memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
-        memory[:calls.words_bytes].zero_()
         scratch = torch.zeros(calls.scratch_bytes, dtype=torch.uint8, device=device)
         overflows = torch.zeros(calls.overflows_bytes // 4, dtype=torch.int32, pin_memory=True)
-        torch.cuda.synchronize(device)                     # peers may write as soon as they know the address
-        handle = symmetric_memory.rendezvous(memory, group)
+        torch.cuda.synchronize(device)
+        _SymmetricMemory.set_group_info(name, rank, world_size, store)
+        handle = _SymmetricMemory.rendezvous(memory, name)
         addresses = list(handle.buffer_ptrs)
-        engine = calls.open(group.rank(), addresses, num_bytes, scratch.data_ptr(), overflows.data_ptr(), kernels.error_word(device.index),
+        engine = calls.open(rank, addresses, memory.numel(), scratch.data_ptr(), overflows.data_ptr(), kernels.error_word(device.index),
                             int(timeout.total_seconds() * 1e9), kernels.c_encode())
-        return SymmetricTransport(engine, functools.partial(kernels.workspace, device.index), group.rank(), device, len(addresses),
-                                  num_bytes - calls.words_bytes, overflows, (memory, handle, scratch))
+        return SymmetricTransport(engine, functools.partial(kernels.workspace, device.index), rank, device, world_size,
+                                  memory.numel() - calls.words_bytes, overflows, (memory, handle, scratch))

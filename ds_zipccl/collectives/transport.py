@@ -125,7 +125,7 @@ class _Unpacked(dist.Work):
         return True
 
 
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """How long the group itself waits for its ranks."""
     try:
         return group._get_backend(device).options._timeout
@@ -140,7 +140,8 @@ class SideChannel:
 
     Agreements go through one so that they neither wait behind payloads nor disturb their order; resends after an overflow through
     another, so that they cannot mix with calls on the group that do not pass through this library. Every rank of the group must construct
-    it at the same point of its call sequence. ``purpose`` names it in the store.
+    it at the same point of its call sequence. ``purpose`` names it in the store. ``store``: the group's, for other keys of this channel's
+    lifetime.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, purpose: str = "side"):
@@ -151,14 +152,14 @@ class SideChannel:
         prefix = f"zipccl/{purpose}/{device.type}/{group.group_name}"
         # No key of the store is used twice. The store counts, not the process: a later group of the same name may have other ranks.
         generation = (store.add(f"{prefix}/arrivals", 1) - 1) // size
-        store = dist.PrefixStore(f"{prefix}/{generation}", store)
+        store = self.store = dist.PrefixStore(f"{prefix}/{generation}", store)
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = _timeout(group, device)
+            options._timeout = group_timeout(group, device)
             self._backend = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             options = dist.ProcessGroupGloo._Options()
-            options._devices, options._timeout = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)], _timeout(group, device)
+            options._devices, options._timeout = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)], group_timeout(group, device)
             self._backend = dist.ProcessGroupGloo(store, rank, size, options)
         self._size, self._tags, self._idle, self._options = size, {}, None, {}
         self._nccl: nccl_direct.Communicator | bool | None = None            # None: not asked for yet

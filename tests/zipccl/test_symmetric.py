@@ -229,20 +229,22 @@ def test_ring_names_the_last_message_that_had_the_region(libraries, sizes):
     assert claimed > 150
 
 
-def record(host="a", uuid="0", seen=()) -> dict:
-    return {"host": host, "uuid": uuid, "peers": dict(seen)}
+def record(host="a", uuid="0", seen=(), max_ranks=64) -> dict:
+    return {"host": host, "uuid": uuid, "peers": dict(seen), "max_ranks": max_ranks}
 
 
 def test_who_can_use_it():
     """The same answer on every rank, from all ranks' records."""
     both = [record(uuid="0", seen=[("1", True)]), record(uuid="1", seen=[("0", True)])]
-    assert why_not(both, 64) is None
-    assert why_not([both[0], record("b", "1", [("0", True)])], 64) == "hosts"
-    assert why_not([both[0], record(uuid="1", seen=[("0", False)])], 64) == "no_peer_access"
-    assert why_not([both[0], record(uuid="1")], 64) == "no_peer_access"                   # CUDA_VISIBLE_DEVICES hides the other one
-    assert why_not([record(uuid="0"), record(uuid="0")], 64) == "same_gpu"
-    assert why_not(both, 1) == "too_many_ranks"
-    assert why_not([both[0], {**both[1], "error": "no nvcc"}], 64) == "not_built"
+    assert why_not(both) is None
+    assert why_not([both[0], record("b", "1", [("0", True)])]) == "hosts"
+    assert why_not([both[0], record(uuid="1", seen=[("0", False)])]) == "no_peer_access"
+    assert why_not([both[0], record(uuid="1")]) == "no_peer_access"                   # CUDA_VISIBLE_DEVICES hides the other one
+    assert why_not([record(uuid="0"), record(uuid="0")]) == "same_gpu"
+    assert why_not([both[0], record(uuid="1", seen=[("0", True)], max_ranks=1)]) == "too_many_ranks"
+    assert why_not([both[0], {**both[1], "error": "no nvcc"}]) == "not_built"
+    assert why_not([{"host": "a", "uuid": "0", "peers": {"1": True}, "error": "no nvcc"}, both[1]]) == "not_built"
+    assert why_not([both[0], {**both[1], "no_memory": "out of memory"}]) == "no_memory"
 
 
 def test_parts_cover_rows_with_whole_tiles():

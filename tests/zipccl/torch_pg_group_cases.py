@@ -134,9 +134,10 @@ def case_groups_come_and_go_20_times(rank, world):
         ALL_GATHER(torch.empty(world * 3000, dtype=BF16), gaussian(3000, seed=rank), group=group, async_op=True)
         dist.destroy_process_group(group)
         del group
-        footprints.append(_footprint())
+        if round_ in (2, 19):
+            footprints.append(_footprint())
     assert time.monotonic() - start < 60
-    assert footprints[-1][0] <= footprints[2][0] + 2 and footprints[-1][1] <= footprints[2][1] + 4, footprints
+    assert footprints[1][0] <= footprints[0][0] + 2 and footprints[1][1] <= footprints[0][1] + 4, footprints
 
 
 @contextlib.contextmanager
@@ -170,7 +171,8 @@ def case_worlds_come_and_go_20_times(rank, world):
     """C92; and a later world's group of an old name has other members."""
     with worlds(rank, world) as make:
         footprints = []
-        for round_ in range(20 if world == 2 else 4):
+        rounds = 20 if world == 2 else 4
+        for round_ in range(rounds):
             ds_zipccl.configure(**ZIPPED)
             make()
             members = [0, 1 + round_ % (world - 1)]
@@ -181,8 +183,9 @@ def case_worlds_come_and_go_20_times(rank, world):
             dist.destroy_process_group()
             assert torch_session._current is None and count(AG) == 1 + (rank in members)
             del group
-            footprints.append(_footprint())
-        assert footprints[-1][0] <= footprints[2][0] + 2 and footprints[-1][1] <= footprints[2][1] + 4, footprints
+            if round_ in (2, rounds - 1):
+                footprints.append(_footprint())
+        assert footprints[1][0] <= footprints[0][0] + 2 and footprints[1][1] <= footprints[0][1] + 4, footprints
 
 
 def case_a_zipccl_group_in_a_native_world(rank, world):

@@ -40,6 +40,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--choice", choices=("always", "adaptive"), default="always",
                         help="always: ours is zipped whenever eligible; adaptive: the switch decides")
+    parser.add_argument("--transport", choices=("process_group", "symmetric_memory"), default="process_group",
+                        help="symmetric_memory: ours goes one-sided where it can (decision says one-sided)")
     parser.add_argument("--iters", type=int, default=11, help="turns (default 11)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kernels", choices=("best", *loader.NAMES), default="best")
@@ -187,18 +189,21 @@ def measure(spec: CollectiveSpec, size: int, args, runtime: Runtime, in_place: b
         speedups = [a / b for a, b in zip(times["native"], path_times, strict=True)]
         algbw = whole * dtype.itemsize / time_us / 1e3
         zipped = path == "ours" and seen["calls_zipped"] > 0
+        one_sided = zipped and seen["calls_one_sided"] > 0
+        decision = "one-sided" if one_sided else "zipped" if zipped else reasons if path == "ours" else ""
         rows.append({"op": spec.name, "impl": path, "dtype": args.dtype, "dist": "normal", "bytes": whole * dtype.itemsize, "count": whole,
-                     "ranks": call.world_size, "transport": "process_group", "in_place": in_place, "path": "zipped" if zipped else "native",
+                     "ranks": call.world_size, "transport": "symmetric_memory" if one_sided else "process_group", "in_place": in_place,
+                     "path": "zipped" if zipped else "native",
                      "time_us": time_us, "algbw": algbw, "busbw": algbw * factor, "wire_bytes": wire // calls,
                      "ratio": raw_bytes / wire, "speedup": statistics.median(speedups),
-                     "speedup_interval": median_interval(speedups), "decision": "zipped" if zipped else reasons if path == "ours" else "",
+                     "speedup_interval": median_interval(speedups), "decision": decision,
                      "overflows": seen["overflows"] if path == "ours" else 0, "wrong": path_wrong})
     return rows
 
 
 def _bench(args, argv: list[str]) -> int:
     config = ZipcclConfig(enabled=True, collectives=args.choice, min_bytes=0, kernels=args.kernels, level=args.level,
-                          deterministic_reduce=False)
+                          transport=args.transport, deterministic_reduce=False)
     runtime = Runtime(config, {args.device: loader.resolve(args.kernels, args.device, args.level)})
     first, rows = dist.get_rank() == 0, []
     names = list(dict.fromkeys(args.op.split(","))) if args.op else list(specs())
@@ -219,7 +224,8 @@ def _bench(args, argv: list[str]) -> int:
     if first:
         console.print(_table(rows, args))
         if args.json:
-            settings = {"device": args.device, "choice": args.choice, "iters": args.iters, "level": args.level, "kernels": runtime.kernels}
+            settings = {"device": args.device, "choice": args.choice, "transport": args.transport, "iters": args.iters, "level": args.level,
+                        "kernels": runtime.kernels}
             write_json(args.json, {"settings": settings, "rows": rows}, command="ds_zipccl " + " ".join(argv))
             console.print(f"written to {args.json}")
     total = int(wrong.sum())

@@ -136,6 +136,39 @@ def case_incompressible_reduction_keeps_its_arithmetic(rank, world):
         assert live.stats.snapshot()[RS]["native_reasons"]["incompressible"] == 2
 
 
+def case_hundreds_of_calls_each_from_the_last(rank, world):
+    """C49: the next call's data is the last one's result, now and then after a pause; nothing stale, also where it overflows."""
+    with runtime() as live:
+        data = gaussian(4096, seed=rank)
+        mine = [gaussian(4096, seed=r) for r in range(world)]           # what every rank has, by arithmetic alone
+        for i in range(300):
+            out = torch.empty(world * 4096, dtype=data.dtype)
+            carry_out(live, AG, out, data)
+            assert_same_bits(out, torch.cat(mine), f"call {i}")
+            if i % 97 == 0 and rank == i // 97 % world:
+                time.sleep(0.02)
+            data = out.view(world, -1)[(rank + 1) % world].roll(1) * (2.0 if i % 20 == 19 else 1.0)
+            mine = [mine[(r + 1) % world].roll(1) * (2.0 if i % 20 == 19 else 1.0) for r in range(world)]
+
+
+def case_memory_may_go_after_wait(rank, world):
+    """C44, C46: the input's storage is given up right after wait(), as ZeRO-3 does with partitions, and its memory written anew."""
+    with runtime() as live:
+        for op in (AG, RS):
+            for make in (gaussian, random_bits):
+                numel = 40000 if op == AG else world * 40000
+                data = make(numel, seed=rank)
+                data = torch.where(data.isnan(), torch.ones_like(data), data)
+                expected = gathered(data, world) if op == AG else rank_order_sum(data, rank, world)
+                out = torch.empty_like(expected)
+                work = launch(live, op, out, data)
+                work.wait()
+                data.untyped_storage().resize_(0)
+                for seed in range(3):
+                    random_bits(numel, seed=seed)
+                assert_same_bits(out, expected, f"{op} {make.__name__}")
+
+
 def case_dropped_handle_is_completed(rank, world):
     with runtime() as live:
         data = gaussian(4000, seed=rank)

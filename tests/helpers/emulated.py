@@ -12,11 +12,11 @@ from zipscape.op_builder.base import csrc_dir
 from zipscape.op_builder.zipccl import ZIPCCL_CUDA
 
 
-def compile_for_host(folder: Path) -> Path:
+def compile_for_host(folder: Path, library=ZIPCCL_CUDA) -> Path:
     """The library, in ``folder``."""
-    target = folder / "zipccl.so"
+    target = folder / f"{library.name}.so"
     subprocess.run([*toolchain.find("c++"), "-x", "c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off",
-                    "-fno-strict-aliasing", "-DZIPSCAPE_EMULATE", f"-I{csrc_dir()}", str(ZIPCCL_CUDA.source_paths()[0]),
+                    "-fno-strict-aliasing", "-DZIPSCAPE_EMULATE", f"-I{csrc_dir()}", str(library.source_paths()[0]),
                     "-o", str(target)], check=True, timeout=300)
     return target
 

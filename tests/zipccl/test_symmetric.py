@@ -2,7 +2,7 @@
 the rank-order sum. Races, and what links do, need GPUs."""
 import ctypes
 import itertools
-import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,8 +13,7 @@ from ds_zipccl.collectives.symmetric import NUM_IN_RING, part_sizes, plan, slot_
 from ds_zipccl.kernels.cuda_calls import CudaCalls
 from ds_zipccl.kernels.rank_order import sum_in_order
 from ds_zipccl.kernels.symmetric_calls import Exchange, SymmetricCalls
-from zipscape.op_builder import toolchain
-from zipscape.op_builder.base import csrc_dir
+from tests.helpers.emulated import compile_for_host
 from zipscape.op_builder.zipccl import ZIPCCL_CUDA, ZIPCCL_SYMMETRIC
 
 BITS = {2: torch.int16, 4: torch.int32}
@@ -25,14 +24,10 @@ TIMEOUT_NS = 10_000_000                                    # of the emulated clo
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory) -> tuple[CudaCalls, SymmetricCalls]:
-    folder, made = tmp_path_factory.mktemp("emulated"), []
-    for library, calls in ((ZIPCCL_CUDA, CudaCalls), (ZIPCCL_SYMMETRIC, SymmetricCalls)):
-        target = folder / f"{library.name}.so"
-        subprocess.run([*toolchain.find("c++"), "-x", "c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off",
-                        "-fno-strict-aliasing", "-DZIPSCAPE_EMULATE", f"-I{csrc_dir()}", str(library.source_paths()[0]),
-                        "-o", str(target)], check=True, timeout=300)
-        made.append(calls(ctypes.CDLL(str(target))))
-    return tuple(made)
+    folder = tmp_path_factory.mktemp("emulated")
+    with ThreadPoolExecutor(2) as pool:
+        codec, symmetric = pool.map(lambda library: ctypes.CDLL(str(compile_for_host(folder, library))), (ZIPCCL_CUDA, ZIPCCL_SYMMETRIC))
+    return CudaCalls(codec), SymmetricCalls(symmetric)
 
 
 class Ranks:
@@ -131,7 +126,7 @@ def check_all(ranks: Ranks, n: int, dtype, makers, seed: int) -> None:
 
 
 @LANES
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_results_are_exact(libraries, num_lanes, world_size):
     """Calls of many sizes over one ring, so that regions are used again and again at other offsets; data changes with every call. 7 tiles
     are 5 parts: more than are ever on their way."""

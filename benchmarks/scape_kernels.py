@@ -63,6 +63,7 @@ class Data:
         self.max_age = int(MAX_AGE_FACTOR / density)
         ages = torch.rand(numel, generator=generator, device=device)
         self.last_sync = (1000 - (-ages.log() / density).clamp(max=self.max_age + 2)).to(torch.int32)
+        self.last_step = torch.full_like(self.last_sync, 1000)          # as after a step without masks
         del ages
         self.segments = segments_of(numel, density)
         self.dense = tuple((s.start, s.stop) for s in self.segments if s.is_dense)
@@ -90,8 +91,8 @@ class Op:
         self.name, self.call, self.bytes, self.changes = name, call, num_bytes, changes
 
 
-def _owner(k, d, index, mean, out):
-    k.owner_step(d.weight, d.momentum, d.last_sync, mean, index, 1001, d.tables, d.decay, lr=1e-3, beta2=0.95, eps=1e-6, catch_up=True,
+def _owner(k, d, last_sync, index, mean, out):
+    k.owner_step(d.weight, d.momentum, last_sync, mean, index, 1001, d.tables, d.decay, lr=1e-3, beta2=0.95, eps=1e-6, catch_up=True,
                  out=out)
 
 
@@ -105,10 +106,10 @@ OPS = (
        ("residual", "values")),
     Op("enter and q", lambda k, d: _enter(k, d, d.gradient, d.square), lambda d: 20 * d.numel + 10 * d.k, ("residual", "values", "square")),
     Op("select", lambda k, d: k.select(d.residual, d.square, d.last_sync, 1000, d.max_age, d.segments), lambda d: 13 * d.numel),
-    Op("owner_step", lambda k, d: _owner(k, d, d.index, d.mean, d.values), lambda d: 14 * d.k + 6 * _lines(d, 4),
+    Op("owner_step", lambda k, d: _owner(k, d, d.last_sync, d.index, d.mean, d.values), lambda d: 14 * d.k + 6 * _lines(d, 4),
        ("weight", "momentum", "last_sync", "values")),
-    Op("owner_step, all", lambda k, d: _owner(k, d, None, d.gradient, d.copies), lambda d: 30 * d.numel,
-       ("weight", "momentum", "last_sync", "copies")),
+    Op("owner_step, all", lambda k, d: _owner(k, d, d.last_step, None, d.gradient, d.copies), lambda d: 30 * d.numel,
+       ("weight", "momentum", "last_step", "copies")),
     Op("dense_step", lambda k, d: k.dense_step(d.weight, d.momentum, d.gradient, lr=1e-3, kept=0.9, taken=0.1, beta2=0.95, eps=1e-6,
                                                decay=0.9999), lambda d: 20 * d.numel, ("weight", "momentum")),
     Op("scatter", lambda k, d: k.scatter(d.copies, d.index, d.values), lambda d: 10 * d.k + 2 * _lines(d, 2), ("copies",)),
@@ -191,7 +192,7 @@ def measure(args, emit) -> None:
 
 
 def measure_data(data: Data, args, timer: Timer, times: dict, emit) -> None:
-    original = data.last_sync.clone()
+    originals = {name: getattr(data, name).clone() for name in ("last_sync", "last_step")}
     for op in OPS:
         if args.op and not any(word in op.name for word in args.op):
             continue
@@ -199,7 +200,8 @@ def measure_data(data: Data, args, timer: Timer, times: dict, emit) -> None:
         speed = copy_speed(timer, num_bytes)
         for name in args.impl:
             kernels = loader.choose(name, args.device)
-            prepare = functools.partial(data.last_sync.copy_, original) if "last_sync" in op.changes else lambda: None
+            ages = next((name for name in originals if name in op.changes), None)
+            prepare = functools.partial(getattr(data, ages).copy_, originals[ages]) if ages else lambda: None
             prepare()
             errors = None if name == "reference" or args.unchecked else check(op, kernels, data)
             taken = timer(functools.partial(op.call, kernels, data), prepare)

@@ -22,8 +22,18 @@ SCAPE_INLINE void owner_piece(const Owner& c, int64_t begin, int64_t end) {
             ages[i] = c.step - c.last_sync[at];
             c.last_sync[at] = c.step;
         }
-        for (int64_t i = 0; i < num; ++i) counted[i] = c.catch_up ? std::min(ages[i], oldest) : 1;
+        int32_t others = 0;
         for (int64_t i = 0; i < num; ++i) {
+            counted[i] = c.catch_up ? std::min(ages[i], oldest) : 1;
+            others += ages[i] != ages[0];
+        }
+        if (!others) {          // as in every step without masks
+            const auto all = [num](float* values, float value) { std::fill(values, values + num, value); };
+            all(kept, c.kept[counted[0]]), all(taken, c.taken[counted[0]]), all(moved, c.moved[counted[0]]);
+            all(gradient_moved, c.gradient_moved[counted[0]]), all(steps, static_cast<float>(counted[0]));
+            if (kDecay) all(decay, c.decay[std::min(ages[0], last_decay)]);
+        }
+        for (int64_t i = 0; others && i < num; ++i) {
             kept[i] = c.kept[counted[i]];
             taken[i] = c.taken[counted[i]];
             moved[i] = c.moved[counted[i]];
@@ -31,7 +41,7 @@ SCAPE_INLINE void owner_piece(const Owner& c, int64_t begin, int64_t end) {
             steps[i] = static_cast<float>(counted[i]);
         }
         if (kDecay)
-            for (int64_t i = 0; i < num; ++i) decay[i] = c.decay[std::min(ages[i], last_decay)];
+            for (int64_t i = 0; others && i < num; ++i) decay[i] = c.decay[std::min(ages[i], last_decay)];
         const float* const mean = c.mean + start;
         for (int64_t i = 0; i < num; ++i)
             catch_up<kDecay>(w[i], m[i], mean[i], Coefficients{kept[i], taken[i], moved[i], gradient_moved[i], steps[i]},

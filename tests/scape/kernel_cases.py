@@ -127,8 +127,9 @@ def check_select(kernels, rank_by, square, segments, *, overdue=0.02, seed=0, of
             lambda f, rank_by, square, last_sync: f(rank_by, square, last_sync, 100, 40, segments), offset)
 
 
-def check_owner(kernels, n, *, share=0.1, out_dtype=BF16, decay=True, catch_up=True, max_age=40, seed=0, offset=1, specials=True):
-    """share None: all coordinates."""
+def check_owner(kernels, n, *, share=0.1, out_dtype=BF16, decay=True, catch_up=True, max_age=40, seed=0, offset=1, specials=True,
+                equal_ages=False):
+    """share None: all coordinates. equal_ages: as after a step without masks, but for the last coordinate."""
     make = spread if specials else plain
     index = None if share is None else chosen(n, share, seed)
     num = n if index is None else len(index)
@@ -139,8 +140,11 @@ def check_owner(kernels, n, *, share=0.1, out_dtype=BF16, decay=True, catch_up=T
         for step in range(100):
             products = tables.advance_decay(products, 1 - 0.001 * (step % 7))
         products = products.to(DEVICE, FP32)
+    last_sync = torch.randint(0, 100, (n,), generator=rng(seed), dtype=torch.int32)
+    if equal_ages:
+        last_sync[:-1] = 99 - seed % 90
     tensors = {"weight": make(n, seed), "momentum": make(n, seed + 1), "mean_value": make(num, seed + 2), "index": index,
-               "last_sync": torch.randint(0, 100, (n,), generator=rng(seed), dtype=torch.int32), "out": torch.zeros(num, dtype=out_dtype)}
+               "last_sync": last_sync, "out": torch.zeros(num, dtype=out_dtype)}
     compare(kernels, "owner_step", tensors, lambda f, weight, momentum, mean_value, index, last_sync, out: f(
         weight, momentum, last_sync, mean_value, index, 100, by_age, products, 0.01, 0.95, 1e-6, catch_up, out), offset)
 

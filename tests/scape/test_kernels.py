@@ -145,6 +145,7 @@ def test_owner_step(kernels, share, decay, catch_up):
     for i, n in enumerate(SIZES):
         cases.check_owner(kernels, n, share=share, out_dtype=(BF16, FP16, FP32)[i % 3], decay=decay, catch_up=catch_up, seed=i,
                           offset=i % 4, max_age=(40, 3)[i % 2], specials=i % 3 != 1)
+        cases.check_owner(kernels, n, share=share, decay=decay, catch_up=catch_up, seed=i, max_age=(40, 3)[i % 2], equal_ages=True)
 
 
 @pytest.mark.parametrize("step", [0, 1, 7])

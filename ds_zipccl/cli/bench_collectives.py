@@ -207,7 +207,7 @@ def _bench(args, argv: list[str]) -> int:
     runtime = Runtime(config, {args.device: loader.resolve(args.kernels, args.device, args.level)})
     first, rows = dist.get_rank() == 0, []
     names = list(dict.fromkeys(args.op.split(","))) if args.op else list(specs())
-    console = Console() if sys.stdout.isatty() else Console(width=190)
+    console = Console(width=max(190, Console().width))          # rather lines that wrap than columns without their numbers
     with contextlib.ExitStack() as stack:
         status = stack.enter_context(console.status("")) if first else None
         for name in names:

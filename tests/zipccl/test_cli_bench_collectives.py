@@ -1,9 +1,11 @@
 """``ds_zipccl bench collectives`` on tiny sizes (C133): its rows, its verification, its refusals, its launchers."""
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +58,15 @@ def run_under(launcher: list[str], tmp_path, **more) -> list[dict]:
 def test_under_torchrun(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ds_zipccl.cli.main"]
     check(run_under(launcher, tmp_path), ["all_gather_into_tensor"])
+
+
+def test_under_mpirun(tmp_path):
+    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if mpirun is None:
+        pytest.skip("no mpirun here")
+    launcher = [mpirun, "-n", "2", "--oversubscribe", sys.executable, "-m", "ds_zipccl.cli.main"]
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    check(run_under(launcher, tmp_path, **as_root), ["all_gather_into_tensor"])
 
 
 @pytest.mark.slow

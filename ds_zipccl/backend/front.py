@@ -18,7 +18,7 @@ def run(runtime: Runtime, call: Call) -> dist.Work | None:
 
     ``call.op`` is a registered collective. All ranks of the group must call this in the same order, also for calls that go native.
     """
-    if not (call.inputs or call.outputs):
+    if isinstance(call.input, tuple) and not (call.inputs or call.outputs):
         count_native(runtime, call.op, call.group, lambda world: 0, "shape")
         return None
     return runtime.run(call, lambda: reason_for_native(runtime.config, SPECS[call.op], call))

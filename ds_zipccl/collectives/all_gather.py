@@ -43,14 +43,17 @@ class _Gather(Flight):
     def send(self, call: Call) -> dist.Work:
         return all_gather_bytes(self._whole, self._own, self.channel)
 
-    def beside(self, call: Call) -> None:
+    def _own_place(self, call: Call) -> tuple[torch.Tensor, int]:
+        """(tensor, its element at which this rank's piece begins)"""
         if isinstance(call.output, tuple):
-            self.copy_own(call.output[call.rank], 0, call.input)
-        else:
-            self.copy_own(call.output, call.rank * self._numel, call.input)
+            return call.output[self.rank], 0
+        return call.output, self.rank * self._numel
+
+    def beside(self, call: Call) -> None:
+        self.copy_own(*self._own_place(call), call.input)
 
     def can_fill_early(self, call: Call) -> bool:
-        return self.in_place or super().can_fill_early(call)
+        return self.lies_there(*self._own_place(call), call.input) or super().can_fill_early(call)
 
     def fill(self, call: Call) -> None:
         if not self._decode_row:

@@ -12,7 +12,6 @@ from ds_zipccl.codec.integrity import CODECS
 from ds_zipccl.collectives import streams, switch, transport
 from ds_zipccl.collectives.capacity import Capacity
 from ds_zipccl.collectives.registry import Call, CollectiveSpec
-from ds_zipccl.collectives.views import flat
 from ds_zipccl.collectives.windows import LaunchWindows
 from ds_zipccl.collectives.words import Words
 from ds_zipccl.config import ZipcclConfig
@@ -32,7 +31,7 @@ class Launch:
                  stats: Stats | None = None, trial: bool = False):
         self.spec, self.config, self.choice, self.workspace, self.stats = spec, config, choice, workspace, stats
         self.side, self.state, self.device, self.trial = state.side, state, device, trial
-        self._kernels = kernels
+        self._kernels, self._gives_windows = kernels, config.window == "sigma" and not trial
         # Kernels with bound functions note nothing of what is decoded early, perhaps from a frame that overflowed.
         self.may_be_early = device.type == "cuda" and config.integrity == "off" and not _WAITS_BLOCK and (
             ops.kernel_set(kernels).bind_decode is not None)
@@ -53,10 +52,6 @@ class Launch:
         if self.trial:
             return Capacity.of(numel, dtype.itemsize, first_spill)
         return self._told(self.state.pair_capacity(op, peer, outgoing, dtype, numel, first_spill))
-
-    @property
-    def _gives_windows(self) -> bool:
-        return self.config.window == "sigma" and not self.trial
 
     def _told(self, capacity: Capacity) -> Capacity:
         capacity.given_windows = self._gives_windows
@@ -80,11 +75,12 @@ class Launch:
 
 class Kind:
     """Calls that differ in their tensors' places and contents alone, on one group: that they can be zipped was found out once.
-    ``shapes``: of (output, input), where they matter too. ``memo``: for the collective's own use."""
-    __slots__ = ("spec", "launch", "state", "shapes", "memo")
+    ``shapes``: of (output, input), where they matter too. ``classes``: the arguments of ``GroupState.capacity`` for each class of theirs.
+    ``memo``: for the collective's own use."""
+    __slots__ = ("spec", "launch", "state", "shapes", "classes", "memo")
 
     def __init__(self, spec: CollectiveSpec, launch: Launch):
-        self.spec, self.launch, self.state, self.shapes, self.memo = spec, launch, launch.state, None, None
+        self.spec, self.launch, self.state, self.shapes, self.classes, self.memo = spec, launch, launch.state, None, None, None
 
 
 class Flight:
@@ -118,7 +114,7 @@ class Flight:
         self.outputs: tuple[torch.Tensor, ...] = ()
         self.store: Callable[[], None] | None = None
         self.op = ""
-        self.resent = self.in_place = False
+        self.resent = False
         self._ended: streams.Mark | None = None     # where its last call ended, if that was on another stream
         self._copied = streams.Mark(self.device)    # what was queued beside the payload
         self.filled = streams.Mark(self.device)     # what was queued early
@@ -172,13 +168,16 @@ class Flight:
             self.payload_work = self.send(call)
             self.send_words()
         self.words.fetch()
-        self.beside(call)
         self.is_early = self.launch.may_be_early and self.can_fill_early(call)
-        if self.is_early:
-            with streams.On(self.launch.state.decode_stream):
-                self.payload_work.wait()
-                self.queue_early(call)
-                self.filled.set()
+        if not self.is_early:
+            self.beside(call)
+            return
+        with streams.On(self.launch.state.decode_stream):
+            self.words.after_encode()
+            self.beside(call)
+            self.payload_work.wait()
+            self.queue_early(call)
+            self.filled.set()
 
     def encode(self, call: Call) -> None:
         raise NotImplementedError
@@ -237,7 +236,8 @@ class Flight:
 
     def finish(self) -> None:
         """Fills the output."""
-        self._copied.join()
+        if not self.is_early:
+            self._copied.join()
         if not self.resent and (self._sent_again or not self.is_early):
             self.fill(self.call)
         if self.store is not None:
@@ -278,12 +278,16 @@ class Flight:
 
     # For what ``start`` copies beside the payload.
 
+    @staticmethod
+    def lies_there(output: torch.Tensor, offset: int, data: torch.Tensor) -> bool:
+        return output.data_ptr() + offset * output.element_size() == data.data_ptr()
+
     def copy_own(self, output: torch.Tensor, offset: int, data: torch.Tensor) -> None:
         """This rank's piece, unless it lies there already: while the payload is on its way."""
-        self.in_place = output.data_ptr() + offset * output.element_size() == data.data_ptr()
-        if not self.in_place:
-            output.as_strided((data.numel(),), (1,), output.storage_offset() + offset).copy_(data if data.dim() == 1 else flat(data))
-            self._copied.set()
+        if not self.lies_there(output, offset, data):
+            streams.copy(output, offset, data)
+            if not self.is_early:
+                self._copied.set()
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -315,14 +319,19 @@ def start(spec: CollectiveSpec, call: Call, launch: Launch, kind: Kind | None = 
     """Launches a call, or returns the reason why it must go native. ``kind``: its kind, if another such call may come."""
     if spec.start is not None:
         return spec.start(spec, call, launch, kind)
-    numel = spec.row_numel(call)
-    classes = tuple([launch.capacity(name, call.dtype, numel, spec.first_spill) for name in (spec.classes or (call.op,))])
+    arguments = None if kind is None else kind.classes
+    if arguments is None:
+        numel = spec.row_numel(call)
+        arguments = [(name, call.dtype, numel, spec.first_spill) for name in (spec.classes or (call.op,))]
+        if kind is not None:
+            kind.classes = arguments
+    classes = tuple([launch.capacity(*each) for each in arguments])
     rooms = tuple([capacity.next_call() for capacity in classes])
     if None in rooms:
         return "incompressible"
 
     def make() -> Flight:
-        flight = spec.flight(call, launch, *[launch.codec(call.dtype, numel, room) for room in rooms])
+        flight = spec.flight(call, launch, *[launch.codec(call.dtype, each[2], room) for each, room in zip(arguments, rooms, strict=True)])
         flight.raw_bytes = spec.raw_bytes(call)
         return flight
 

@@ -80,8 +80,8 @@ class Side:
 
 def plan(numels, own: int, itemsize: int, rooms: list[tuple[Capacity, int | None] | None],
          codec_of: Callable[[int, int], Codec]) -> Side:
-    """``numels[r]``: elements that go to (or come from) rank r; ``own``: this rank, whose piece is not sent. ``rooms[r]``: the class of that
-    piece and the room that it gives this call (None: incompressible); None: the piece goes raw. ``codec_of(numel, spill_per_tile)``:
+    """``numels[r]``: elements that go to (or come from) rank r; ``own``: this rank, whose piece is not sent. ``rooms[r]``: the class of
+    that piece and the room that it gives this call (None: incompressible); None: the piece goes raw. ``codec_of(numel, spill_per_tile)``:
     its layout."""
     pieces, runs = [], []
     for peer, numel in enumerate(numels):

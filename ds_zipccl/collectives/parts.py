@@ -15,7 +15,7 @@ from ds_zipccl.collectives.registry import Call, CollectiveSpec
 from ds_zipccl.config import ZipcclConfig
 from zipscape.errors import ZipScapeError
 
-PART_BYTES = 64 << 20               # GPU: of the whole tensor; below it, latency would eat what overlap gains
+PART_BYTES = 128 << 20              # GPU: of the whole tensor; below it, latency would eat what overlap gains
 MAX_PARTS = 16
 IN_FLIGHT = 2
 

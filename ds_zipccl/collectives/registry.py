@@ -1,6 +1,5 @@
 """What a collective is to the rest of the library. One file per collective registers its specs; tests and benchmarks
 loop over them."""
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,27 +26,27 @@ class Call:
     output_splits: tuple[int, ...] | None = None
     root: int | None = None
 
-    @functools.cached_property
+    @property
     def rank(self) -> int:
         return self.group.rank()
 
-    @functools.cached_property
+    @property
     def world_size(self) -> int:
         return self.group.size()
 
-    @functools.cached_property
+    @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         return self.input if isinstance(self.input, tuple) else (self.input,)
 
-    @functools.cached_property
+    @property
     def outputs(self) -> tuple[torch.Tensor, ...]:
         return self.output if isinstance(self.output, tuple) else (self.output,)
 
-    @functools.cached_property
+    @property
     def dtype(self) -> torch.dtype:
         return self.inputs[0].dtype
 
-    @functools.cached_property
+    @property
     def device(self) -> torch.device:
         return self.inputs[0].device
 

@@ -63,7 +63,7 @@ class Runtime:
         if known is not None:
             self.stats.native(call.op, known.reason, known.raw_bytes)
             return None
-        spec, zipped_key = self._specs[call.op], self._zipped_key(call) if key is None else key
+        spec, zipped_key = self._specs[call.op], key or self._zipped_key(call)
         kind = self._known_kind(zipped_key, call)
         if kind is not None:
             reason, state = None, kind.state

@@ -29,6 +29,11 @@ class Words:
             self._must_fetch = True
         send(self, *args)
 
+    def after_encode(self) -> None:
+        """The current stream waits for what was queued before ``exchange``."""
+        if self._on_gpu:
+            streams.as_object(self.device, streams.current(self.device)).wait_event(self._encoded)
+
     def fetch(self) -> None:
         """Queues their way to the host, after ``exchange``: apart, since payloads wait for what is done before."""
         if not self._on_gpu:

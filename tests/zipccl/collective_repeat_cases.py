@@ -163,12 +163,13 @@ def case_filled_early(rank, world):
             assert sum(row["overflows"] for row in live.stats.snapshot().values()) >= 2
             flights = [item for stack in live.workspace._idle.values() for item in stack if isinstance(item, launching.Flight)]
             assert flights and all(flight.is_early or type(flight).__name__ == "_Reduction" for flight in flights)
-            in_place = torch.empty(world * 3000, dtype=BF16)
-            data = gaussian(world * 3000, seed=rank)
-            in_place.copy_(data)
+            data = random_bits(world * 3500, seed=rank + 40)
+            data = torch.where(data.isfinite(), data, torch.ones_like(data))
+            in_place, before = data.clone(), live.stats.snapshot()[RS]["overflows"]
             work, _ = begin(live, Call(RS, in_place.view(world, -1)[rank], in_place, dist.group.WORLD))
             work.wait()
-            assert_same_bits(in_place.view(world, -1)[rank], rank_order_sum(data, rank, world), "in place")
+            assert_same_bits(in_place.view(world, -1)[rank], rank_order_sum(data, rank, world), "in place, sent again")
+            assert live.stats.snapshot()[RS]["overflows"] == before + 1
     finally:
         launching.Launch.__init__, loader.load = original, known
 

@@ -29,7 +29,7 @@ def test_parts_are_whole_tiles_and_fit(on_gpu, world, row_mib, workspace_mib):
 
 def test_on_a_cpu_calls_stay_whole_while_they_fit():
     assert part_numel(1 << 27, 1 << 29, False, 1 << 30) == 1 << 27
-    assert part_numel(1 << 27, 1 << 29, True, 1 << 30) == 1 << 24
+    assert part_numel(1 << 27, 1 << 29, True, 1 << 30) == 1 << 25
     assert part_numel(1 << 25, 1 << 26, True, 1 << 30) == 1 << 25
 
 

@@ -89,6 +89,22 @@ def case_what_goes_over_the_process_group(rank, world):
         assert live.stats.snapshot()[A2A]["not_one_sided"] == {"splits" if ONE_SIDED else "device": 1}
 
 
+def case_the_runtime_asks_once_what_is_eligible(rank, world):
+    """Calls of a kind that went one-sided before are not looked at again; the group's end is the transport's."""
+    asked, taken = [], []
+    with runtime(transport="symmetric_memory") as live:
+        router = live._one_sided
+        router.run = lambda spec, call, state, stats: (taken.append(call.op), spec.native(call))[1]
+        router.close = lambda state: taken.append("closed")
+        for i in range(3):
+            call, result = exchange(AG, rank, world, 50_000, 7 * i)
+            work = live.run(call, lambda: asked.append(1))
+            work.wait()
+            assert_same_bits(call.output, result, i)
+        assert len(asked) == 1 and taken == [AG] * 3 and not live.stats.snapshot()
+    assert taken[3:] == ["closed"]
+
+
 def case_a_group_after_another(rank, world):
     """Each with its own memory; the first one's is given back."""
     for turn in range(2):

@@ -87,10 +87,14 @@ def case_two_groups_waited_for_in_different_orders(rank, world):
 
 
 def case_two_groups_launched_in_different_orders(rank, world):
-    """Also the groups' first calls, which make their channels; and waited for in yet another order."""
+    """Also the groups' first calls, which make their channels (on a GPU NCCL itself wants those in one order); and waited for in yet
+    another order."""
     for turn, kind in enumerate(KINDS):
         with runtime() as live:
             groups = everyone(world, 2)
+            if torch.get_default_device().type == "cuda":
+                for group in groups:
+                    Started(live, kind, group, 9, N // 4).check()
             with in_time():
                 for again in range(2):          # the second time everything is there
                     order = (0, 1) if rank == 0 else (1, 0)

@@ -55,7 +55,7 @@ def build(what: str, into: Path | None = None) -> list:
     Raises BuildError if a library cannot be built that was asked for.
     """
     from zipscape.op_builder import scape, zipccl
-    libraries = {"cpu": (zipccl.ZIPCCL_CPU, scape.SCAPE_CPU), "cuda": (zipccl.ZIPCCL_CUDA, scape.SCAPE_CUDA)}
+    libraries = {"cpu": (zipccl.ZIPCCL_CPU, scape.SCAPE_CPU), "cuda": (zipccl.ZIPCCL_CUDA, zipccl.ZIPCCL_SYMMETRIC, scape.SCAPE_CUDA)}
     words = list(libraries) if what == "1" else [word.strip() for word in what.split(",")]
     wrong = [word for word in words if word not in libraries]
     if wrong:

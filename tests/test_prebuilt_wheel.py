@@ -60,7 +60,7 @@ def without_compilers(tmp_path) -> dict:
 def test_wheel_is_for_this_system_and_every_python(wheel):
     assert "-py3-none-linux" in wheel.name
     names = zipfile.ZipFile(wheel).namelist()
-    libraries = ("scape_cpu", "scape_cuda", "zipccl_cpu", "zipccl_cuda") if _has_nvcc() else ("scape_cpu", "zipccl_cpu")
+    libraries = ("scape_cpu", "scape_cuda", "zipccl_cpu", "zipccl_cuda", "zipccl_symmetric") if _has_nvcc() else ("scape_cpu", "zipccl_cpu")
     found = sorted((Path(name).name.split("-")[0], Path(name).suffix) for name in names if "/prebuilt/" in name)
     assert found == [(library, suffix) for library in libraries for suffix in (".json", ".so")]
 

@@ -51,7 +51,7 @@ struct Scalar {
     }
     // So many steps are taken for the escapes of two lanes whether they exist or not: they are few, and so the branch behind
     // the steps is nearly always the same.
-    enum { kFewEscapes = 6 };
+    enum { kFewEscapes = 5 };
     static ZIPCCL_INLINE int first_of(uint64_t left) { return __builtin_ctzll(left | 1ull << 63); }
 
     static uint32_t encode_codes(const uint8_t* exponents, uint32_t lo, uint32_t mode, uint8_t* packed,
@@ -84,7 +84,7 @@ struct Scalar {
                                  uint8_t* exponents) {
         static constexpr PairTable kPlaces = pair_table();
         uint64_t zeros[kBlockLanes / 2];
-        unpack_and_add(packed, lo * 0x0101010101010101, exponents);
+        unpack_and_add(packed, lo * 0x01010101, exponents);
         if (mode == kZeroMode)
             for (int e = 0; e < kBlockElems; ++e) {
                 const uint8_t other = exponents[e] == static_cast<uint8_t>(lo + kZeroCode) ? 0 : 255;
@@ -131,21 +131,19 @@ struct Scalar {
     static void unpack(const uint8_t* packed, uint8_t* values) { unpack_and_add(packed, 0, values); }
 
     // Each value plus the byte of `add` in its place; no sum may be above 255.
-    static ZIPCCL_INLINE void unpack_and_add(const uint8_t* __restrict packed, uint64_t add, uint8_t* __restrict values) {
-        const uint64_t f0 = 7, f1 = f0 << 16, f2 = f0 << 32, f3 = f0 << 48;
+    static ZIPCCL_INLINE void unpack_and_add(const uint8_t* __restrict packed, uint32_t add, uint8_t* __restrict values) {
         for (int lane = 0; lane < kBlockLanes; ++lane) {
-            uint64_t q[4] = {add, add, add, add};
-            const uint64_t w0 = load<uint32_t>(packed + 4 * lane), w1 = load<uint32_t>(packed + 128 + 4 * lane),
-                           w2 = load<uint32_t>(packed + 256 + 4 * lane);
-            for (int half = 0; half < 2; ++half) {
-                const uint64_t t = (w0 >> 16 * half & 0xFFFF) | (w1 >> 16 * half & 0xFFFF) << 16 | (w2 >> 16 * half & 0xFFFF) << 32;
-                const uint64_t last = (t >> 15 & 1) | (t >> 30 & 2) | (t >> 45 & 4);
-                q[0] += ((t & (f0 | f1 | f2)) | (t << 45 & f3)) << 8 * half;
-                q[1] += ((t >> 19 & (f0 | f1)) | (t << 26 & (f2 | f3))) << 8 * half;
-                q[2] += ((t >> 38 & f0) | (t << 7 & (f1 | f2 | f3))) << 8 * half;
-                q[3] += ((t >> 12 & (f0 | f1 | f2)) | last << 48) << 8 * half;
+            const uint32_t words[3] = {load<uint32_t>(packed + 4 * lane), load<uint32_t>(packed + 128 + 4 * lane),
+                                       load<uint32_t>(packed + 256 + 4 * lane)};
+            const uint32_t last = (words[0] >> 15 & 0x00010001) | (words[1] >> 14 & 0x00020002) | (words[2] >> 13 & 0x00040004);
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; ++i) {  // two pairs
+                const int p = 2 * i, q = p + 1;
+                const uint32_t a = words[p % 3] >> 3 * (p / 3) & 0x00070007;
+                const uint32_t b = q == 15 ? last : words[q % 3] >> 3 * (q / 3) & 0x00070007;
+                const uint32_t two = ((a | a >> 8) & 0xFFFF) | ((b << 8 | b << 16) & 0xFFFF0000);
+                store(values + 256 * (i / 2) + 8 * lane + 4 * (i % 2), two + add);
             }
-            for (int j = 0; j < 4; ++j) store(values + 256 * j + 8 * lane, q[j]);
         }
     }
 

@@ -23,7 +23,7 @@ class SelectPlan(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def select_plan(segments: tuple, numel: int, device: torch.device) -> SelectPlan:
-    tiles, searches, fills, covered = [torch.empty(0, 2, dtype=torch.int64)], [], [], 0
+    tiles, searches, fills, covered = [torch.empty(0, 2, dtype=torch.int64, device="cpu")], [], [], 0
     for start, stop, count in segments:
         if covered < start:
             fills.append((covered, start, 0))
@@ -31,7 +31,7 @@ def select_plan(segments: tuple, numel: int, device: torch.device) -> SelectPlan
         if count in (0, stop - start):
             fills.append((start, stop, int(count > 0)))
             continue
-        starts = torch.arange(start, stop, TILE, dtype=torch.int64)
+        starts = torch.arange(start, stop, TILE, dtype=torch.int64, device="cpu")
         tiles.append(torch.stack([starts, (stop - starts).clamp(max=TILE) | len(searches) << 32], 1))
         first = searches[-1][0] + searches[-1][1] if searches else 0
         searches.append((first, len(starts), stop - start, count, *[0] * (SEARCH_WORDS - 4)))
@@ -53,15 +53,15 @@ class PositionsPlan(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def positions_plan(sizes: tuple[int, ...], device: torch.device) -> PositionsPlan:
-    runs, ends, offset = [torch.empty(0, 3, dtype=torch.int64)], [], 0
+    runs, ends, offset = [torch.empty(0, 3, dtype=torch.int64, device="cpu")], [], 0
     for size in sizes:
-        starts = torch.arange(offset, offset + size, BLOCK, dtype=torch.int64)
+        starts = torch.arange(offset, offset + size, BLOCK, dtype=torch.int64, device="cpu")
         runs.append(torch.stack([starts, (starts + BLOCK).clamp(max=offset + size), torch.full_like(starts, offset)], 1))
         ends.append((ends[-1] if ends else 0) + len(starts))
         offset += size
     table = torch.cat(runs)
     return PositionsPlan(table[:, :2].contiguous().to(device), table[:, 2].contiguous().to(device),
-                         torch.tensor(ends, dtype=torch.int64).to(device))
+                         torch.tensor(ends, dtype=torch.int64, device="cpu").to(device))
 
 
 @functools.lru_cache(maxsize=256)
@@ -71,4 +71,4 @@ def ranges(pairs: tuple[tuple[int, int], ...], device: torch.device) -> torch.Te
 
 
 def _rows(rows, width: int, device) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int64).view(-1, width).to(device)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, width).to(device)

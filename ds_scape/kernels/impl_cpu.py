@@ -65,14 +65,15 @@ class CpuKernels:
 
     def pack_mask(self, mask, dense, encoding, max_ones):
         numel = mask.numel()
-        message = torch.empty(-(-numel // 8) if encoding == "bits" else index_bytes(numel, max_ones), dtype=torch.uint8)
+        num_bytes = -(-numel // 8) if encoding == "bits" else index_bytes(numel, max_ones)
+        message = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         if self._call("pack_mask", mask.data_ptr(), numel, _numbers(dense), len(dense), encoding == "bits", max_ones, message.data_ptr(),
                       torch.get_num_threads()) == _TOO_MANY:
             raise KernelError(describe("a mask has more ones than its encoding has room for", expected=f"<= {max_ones}"))
         return message
 
     def unpack_mask(self, message, numel, dense, encoding, sizes, counts):
-        parts = [torch.empty(count, dtype=torch.int64) for count in counts]
+        parts = [torch.empty(count, dtype=torch.int64, device="cpu") for count in counts]
         found = (_I64 * len(sizes))()
         code = self._call("unpack_mask", message.data_ptr(), message.numel(), numel, _numbers(dense), len(dense), encoding == "bits",
                           _numbers(sizes), len(sizes), _numbers(counts), (_I64 * len(parts))(*(p.data_ptr() for p in parts)), found,
@@ -90,7 +91,7 @@ class CpuKernels:
                    torch.get_num_threads())
 
     def select(self, rank_by, square, last_sync, step, max_age, segments):
-        chosen = torch.empty(rank_by.numel(), dtype=torch.bool)
+        chosen = torch.empty(rank_by.numel(), dtype=torch.bool, device="cpu")
         structure = c.select(rank_by, square, last_sync, chosen, step, max_age)
         self._call_with("select", structure, _numbers(segments), len(segments))
         return chosen

@@ -40,7 +40,7 @@ class StepRows:
         """Over the coordinates that this rank owns, without padding."""
         flow = self._flow
         last = torch.cat([flat.last_sync[segment.start:segment.stop] for flat in flow.flats
-                          for segment in flat.layout.segments[flow.transport.rank]] or [torch.zeros(1, dtype=torch.int32)])
+                          for segment in flat.layout.segments[flow.transport.rank]] or [torch.zeros(1, dtype=torch.int32, device="cpu")])
         oldest, total, unsent = torch.stack([last.min(), last.sum(), (last <= flow.last_dense_step).sum()]).tolist()
         return {"age_mean": flow.num_steps - total / last.numel(), "age_max": flow.num_steps - oldest,
                 "share_unsent_since_dense": unsent / last.numel()}

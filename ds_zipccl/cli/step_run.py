@@ -73,7 +73,7 @@ class Training:
             model = GPT(SIZES[job.model], job.seq_len)
         self.num_parameters = sum(p.numel() for p in model.parameters())
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=job.config)
-        self._generator, self.losses = torch.Generator().manual_seed(100 + dist.get_rank()), []
+        self._generator, self.losses = torch.Generator("cpu").manual_seed(100 + dist.get_rank()), []
 
     def steps(self, count: int) -> list[float]:
         """Milliseconds of each, begun and ended by all ranks together."""
@@ -81,7 +81,7 @@ class Training:
 
     def _step(self) -> float:
         shape = self._job.micro_batch, self._job.seq_len + 1
-        tokens = torch.randint(SIZES[self._job.model].vocab, shape, generator=self._generator).to(self.engine.device)
+        tokens = torch.randint(SIZES[self._job.model].vocab, shape, generator=self._generator, device="cpu").to(self.engine.device)
         self._settle()
         dist.barrier()
         self._settle()

@@ -235,7 +235,7 @@ class SideChannel:
         """Where other ranks exchange words and this one has none: NCCL leaves out pairs without words, gloo sends empty messages, so there
         every rank takes part."""
         if self._device.type == "cpu":
-            none = torch.empty(0, dtype=torch.int32)
+            none = torch.empty(0, dtype=torch.int32, device="cpu")
             self._idle = self._backend.alltoall_base(none, none, [0] * world_size, [0] * world_size)
 
     def exchange_pairs(self, received: dict[int, torch.Tensor], sent: dict[int, torch.Tensor]) -> None:

@@ -25,7 +25,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _from_bits(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    itemsize = torch.empty((), dtype=dtype).element_size()
+    itemsize = dtype.itemsize
     half = 1 << (8 * itemsize - 1)
     return ((bits + half) % (2 * half) - half).to(_INT_VIEW[itemsize]).view(dtype)
 
@@ -43,8 +43,8 @@ def _element_order(t: torch.Tensor) -> torch.Tensor:
 def _code_shifts(device) -> tuple[torch.Tensor, torch.Tensor]:
     """For (half, pair) and word k: the bit where the code sits, as [2, 16, 3], and which of its bits go there (a
     mask)."""
-    shift = torch.zeros(2, 16, 3, dtype=torch.int64)
-    mask = torch.zeros(2, 16, 3, dtype=torch.int64)
+    shift = torch.zeros(2, 16, 3, dtype=torch.int64, device="cpu")
+    mask = torch.zeros(2, 16, 3, dtype=torch.int64, device="cpu")
     for h in range(2):
         for p in range(15):
             shift[h, p, p % 3], mask[h, p, p % 3] = 3 * (p // 3) + 16 * h, 7

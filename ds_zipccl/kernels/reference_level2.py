@@ -17,10 +17,10 @@ CLASS_B, ZERO_SECOND, ZERO_FIRST = 1, 2, 4   # the bits of a block mode
 ZERO = -1000
 _CLASS_A, _CLASS_B = ((2, 3, 4), (0, 1, 5)), ((3, 4, 5), (0, 1, 2))
 _WINDOWS = torch.tensor([_CLASS_A, _CLASS_B, (_CLASS_A[0], (ZERO, 1, 5)), (_CLASS_B[0], (ZERO, 1, 2)),
-                         ((ZERO, 3, 4), (1, 2, 5)), ((ZERO, 3, 4), (1, 2, 5))])
+                         ((ZERO, 3, 4), (1, 2, 5)), ((ZERO, 3, 4), (1, 2, 5))], device="cpu")
 
 # Element 256 j + 8 lane + 4 k + 2 w + h, the axes of a block: the orders in which second codes, then nibbles, follow each other.
-_ELEMENTS = torch.arange(BLOCK).view(4, 32, 2, 2, 2)                  # j, lane, k, w, h
+_ELEMENTS = torch.arange(BLOCK, device="cpu").view(4, 32, 2, 2, 2)                  # j, lane, k, w, h
 _SECOND_ORDER = _ELEMENTS.permute(1, 2, 4, 3, 0).flatten()            # lane, k, h, w, j
 _NIBBLE_ORDER = _ELEMENTS.permute(1, 4, 3, 0, 2).flatten()            # lane, h, w, j, k
 

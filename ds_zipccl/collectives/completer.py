@@ -23,7 +23,7 @@ class Completer:
         self._device = device
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
+        self._closed, self._lock = False, threading.Lock()
 
     def future(self, work, value: list[torch.Tensor]) -> torch.futures.Future:
         """A future that gets ``value`` when ``work.wait()`` has returned, or what it raised."""
@@ -40,12 +40,15 @@ class Completer:
         return future
 
     def run(self, task) -> None:
-        """Has the thread call ``task()``, which does not raise, on a stream of the thread's own."""
-        with self._starting:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="zipccl group", daemon=True)
-                self._thread.start()
-        self._queue.put(task)
+        """Has the thread call ``task()``, which does not raise, on a stream of the thread's own; after ``close`` calls it here."""
+        with self._lock:
+            if not self._closed:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="zipccl group", daemon=True)
+                    self._thread.start()
+                self._queue.put(task)
+                return
+        task()
 
     def _run(self) -> None:
         stream = None
@@ -59,11 +62,13 @@ class Completer:
 
     def close(self, wait: bool = True) -> None:
         """Ends the thread after the tasks it has."""
-        if self._thread is not None:
+        with self._lock:
+            self._closed = True
+            if self._thread is None:
+                return
             self._queue.put(None)
-            if wait:
-                self._thread.join()
-            self._thread = None
+        if wait:
+            self._thread.join()
 
 
 class Watch:

@@ -42,8 +42,8 @@ class OneSided:
         records = exchange(store, group.rank(), group.size(), record)
         self.transport, self.why_not = None, symmetric.why_not(records)
         if self.why_not is None:
-            self.transport = symmetric.open_transport(group.rank(), group.size(), device, memory, dist.PrefixStore("memory", store),
-                                                       name, group_timeout(group, device))
+            self.transport = symmetric.open_transport(group, device, memory, dist.PrefixStore("memory", store), name,
+                                                      group_timeout(group, device))
 
     def close(self) -> None:
         """All ranks at the same point; waits for the calls in flight."""

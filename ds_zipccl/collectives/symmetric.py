@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from ds_zipccl.codec.dtypes import BY_TORCH
@@ -292,20 +293,36 @@ def reserve(device: torch.device, num_bytes: int) -> torch.Tensor:
     return memory
 
 
-def open_transport(rank: int, world_size: int, device: torch.device, memory: torch.Tensor, store: dist.Store, name: str,
+def known_group(group: dist.ProcessGroup, store: dist.Store, name: str) -> tuple[str, dist.ProcessGroup]:
+    """(name by which torch's symmetric memory finds a group of the same ranks, that group, to be kept): ``group`` itself where torch knows
+    it by its name, else one without a backend, called ``name``, on ``store``."""
+    try:
+        if c10d._resolve_process_group(group.group_name) is group:
+            return group.group_name, group
+    except RuntimeError:
+        pass
+    ours = dist.ProcessGroup(store, group.rank(), group.size())
+    c10d._register_process_group(name, ours)
+    _SymmetricMemory.set_group_info(name, group.rank(), group.size(), store)
+    return name, ours
+
+
+def open_transport(group: dist.ProcessGroup, device: torch.device, memory: torch.Tensor, store: dist.Store, name: str,
                    timeout: timedelta) -> SymmetricTransport:
     """Exchanges the ranks' ``memory`` (``reserve``, as much on each). All ranks of a group at the same point, once ``why_not`` of their
     records is None; ``store`` and ``name`` are for this alone."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
     from ds_zipccl.kernels import impl_cuda, symmetric_calls
     with torch.cuda.device(device):
         kernels, calls = impl_cuda.load(), symmetric_calls.load()
         scratch = torch.zeros(calls.scratch_bytes, dtype=torch.uint8, device=device)
-        overflows = torch.zeros(calls.overflows_bytes // 4, dtype=torch.int32, pin_memory=True)
+        overflows = torch.zeros(calls.overflows_bytes // 4, dtype=torch.int32, device="cpu", pin_memory=True)
         torch.cuda.synchronize(device)
-        _SymmetricMemory.set_group_info(name, rank, world_size, store)
-        handle = _SymmetricMemory.rendezvous(memory, name)
+        name, ranks = known_group(group, store, name)
+        handle = symmetric_memory.rendezvous(memory, name)
         addresses = list(handle.buffer_ptrs)
-        engine = calls.open(rank, addresses, memory.numel(), scratch.data_ptr(), overflows.data_ptr(), kernels.error_word(device.index),
-                            int(timeout.total_seconds() * 1e9), kernels.c_encode())
-        return SymmetricTransport(engine, functools.partial(kernels.workspace, device.index), rank, device, world_size,
-                                  memory.numel() - calls.words_bytes, overflows, (memory, handle, scratch))
+        engine = calls.open(group.rank(), addresses, memory.numel(), scratch.data_ptr(), overflows.data_ptr(),
+                            kernels.error_word(device.index), int(timeout.total_seconds() * 1e9), kernels.c_encode())
+        return SymmetricTransport(engine, functools.partial(kernels.workspace, device.index), group.rank(), device, group.size(),
+                                  memory.numel() - calls.words_bytes, overflows, (memory, handle, scratch, ranks))

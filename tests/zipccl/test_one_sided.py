@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
-from ds_zipccl.collectives import one_sided
+from ds_zipccl.collectives import one_sided, symmetric
 from ds_zipccl.collectives.one_sided import REASONS, Router, exchange, memory_bytes, reason_against
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.runtime import Runtime  # noqa: F401  registers the collectives
@@ -157,3 +158,25 @@ def test_every_rank_sees_all_records():
     for thread in threads:
         thread.join(30)
     assert seen == [[{"uuid": "0"}, {"uuid": "1"}, {"uuid": "2"}]] * 3
+
+
+def test_torch_finds_a_group_by_its_name():
+    """Its rank, size and store; what symmetric memory makes of them needs GPUs."""
+    store, unknown = dist.HashStore(), dist.ProcessGroup(dist.HashStore(), 1, 3)
+    name, group = symmetric.known_group(unknown, store, "zipccl/some/7")
+    found = c10d._resolve_process_group(name)
+    assert found is group is not unknown and (name, found.rank(), found.size()) == ("zipccl/some/7", 1, 3)
+    store.set("a", "b")
+    assert found.get_group_store().get("a") == b"b"
+    del group, found
+    with pytest.raises(RuntimeError):
+        c10d._resolve_process_group(name)
+
+
+def test_a_group_that_torch_knows_is_taken_itself(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        name, group = symmetric.known_group(dist.group.WORLD, None, "unused")
+        assert group is dist.group.WORLD and name == dist.group.WORLD.group_name
+    finally:
+        dist.destroy_process_group()

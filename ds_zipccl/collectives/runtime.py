@@ -97,15 +97,28 @@ class Runtime:
         keeps_arithmetic = reason == "incompressible" and spec.reduces and call.world_size > 2
         raw_bytes = 0 if spec.internal and not keeps_arithmetic else spec.raw_bytes(call)
         self.native(call.op, reason, raw_bytes)
-        if not spec.pairwise:
-            self._native_calls.remember(key, reason, raw_bytes,
-                                        state.measured(call.op, call.dtype) if reason == "native_is_faster" else None)
+        self._remember_native(key, spec, call, reason, raw_bytes, state)
         if keeps_arithmetic:                    # it must not depend on whether the data compresses
             spec.uncompressed(inner)
             if store is not None:
                 store()
             return DoneWork(call.outputs)
         return None
+
+    def _remember_native(self, key: tuple | None, spec: CollectiveSpec, call: Call, reason: str, raw_bytes: int,
+                         state: GroupState | None) -> None:
+        """An all-to-all of equal pieces is remembered where the switch found all of them slower, which both ends of a pair know alike; not
+        on a CPU, where a rank without zipped pieces takes part in the others' words."""
+        measured = None
+        if spec.pairwise:
+            if reason != "native_is_faster" or call.device.type != "cuda":
+                return
+            measured = state.measured("pair", call.dtype)
+            if measured.costs is None:          # nobody has asked for them yet
+                return
+        elif reason == "native_is_faster":
+            measured = state.measured(call.op, call.dtype)
+        self._native_calls.remember(key, reason, raw_bytes, measured)
 
     def _known_kind(self, key: tuple | None, call: Call) -> Kind | None:
         """What was found out when such a call could be zipped, if it holds for this one too: all but this is in ``signature``."""
@@ -206,9 +219,13 @@ class Runtime:
             return None
         if spec.reduces and call.world_size > 2 and self.config.deterministic_reduce:
             return "deterministic_reduce"
-        run_zipped = functools.partial(self._run_to_end, spec, state=state)
+        kinds: list[tuple[Call, Kind]] = []
+        run_zipped = functools.partial(self._run_to_end, spec, state=state, kinds=kinds)
         decide = switch.pairs_are_measured if spec.pairwise else switch.choose
-        return None if decide(spec, call, run_zipped, state, self.config) else "native_is_faster"
+        is_faster = decide(spec, call, run_zipped, state, self.config)
+        if kinds:
+            self.workspace.drop(lambda flight: flight.launch.trial)
+        return None if is_faster else "native_is_faster"
 
     def _switch_report(self) -> tuple[dict, dict]:
         """A section of the step log: (no counters, from how many bytes on calls of each group are zipped)."""
@@ -266,9 +283,14 @@ class Runtime:
         state.add(pending)
         return ZipWork(pending, state), flight
 
-    def _run_to_end(self, spec: CollectiveSpec, call: Call, state: GroupState) -> bool:
-        """A zipped call that is not counted and leaves no trace in the capacities, for probes; False where it is none."""
-        flight = launching.start(spec, call, self._launch(spec, call, state, trial=True))
+    def _run_to_end(self, spec: CollectiveSpec, call: Call, state: GroupState, kinds: list[tuple[Call, Kind]]) -> bool:
+        """A zipped call that is not counted and leaves no trace in the capacities, for probes; False where it is none. ``kinds``: of the
+        probes so far: one that is repeated must cost what a repeated call costs, not what a first one does."""
+        kind = next((kind for known, kind in kinds if known is call), None)
+        if kind is None:
+            kind = Kind(spec, self._launch(spec, call, state, trial=True))
+            kinds.append((call, kind))
+        flight = launching.start(spec, call, kind.launch, kind)
         if isinstance(flight, str):
             return False
         _pending(flight, state).finish()

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.collectives import all_gather, switch, transport
+from ds_zipccl.collectives import launch as launching
 from ds_zipccl.collectives.registry import specs
 from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits, specials
@@ -174,6 +175,33 @@ def case_adaptive_agrees_on_all_ranks(rank, world):
                     assert_same_bits(out, gathered(data, world) if op == AG else rank_order_sum(data, rank, world), op)
         if world > 2:
             assert live.stats.snapshot()[RS]["native_reasons"] == {"deterministic_reduce": 2}
+
+
+def case_probes_cost_what_repeated_calls_cost(rank, world):
+    """What a call of a kind needs is made for the first probe of a size alone, else making it would count as the cost of zipping."""
+    made, original = [], launching.Flight.__init__
+
+    def counting(self, *args):
+        made.append(self)
+        original(self, *args)
+
+    launching.Flight.__init__ = counting
+    try:
+        for op in (AG, RS, "all_to_all_single"):
+            with runtime(collectives="adaptive", deterministic_reduce=False) as live:
+                made.clear()
+                data = gaussian(300000 if op == AG else 300000 * world, seed=rank)
+                out = torch.empty(300000 if op == RS else 300000 * world, dtype=data.dtype)
+                for _ in range(3):                      # an all-to-all asks first, the next one measures
+                    work = launch(live, op, out, data)
+                    if work is not None:
+                        work.wait()
+                trials = [flight for flight in made if flight.launch.trial]
+                assert len(trials) == len(switch.PROBE_SIZES), (op, len(trials))
+                held = [flight for stack in live.workspace._idle.values() for flight in stack if not isinstance(flight, torch.Tensor)]
+                assert not any(flight.launch.trial for flight in held)
+    finally:
+        launching.Flight.__init__ = original
 
 
 def case_ranks_that_measure_differently_decide_alike(rank, world):

@@ -99,14 +99,16 @@ def case_uneven_native_is_the_same_on_exactly_summable_inputs(rank, world):
 def case_uneven_under_adaptive(rank, world):
     """The switch measures it against an all_reduce; what it leaves native counts no bytes, which the all_reduce's own row does."""
     with runtime(collectives="adaptive", deterministic_reduce=False) as live:
+        sent_zipped = 0
         for sizes in ([300000] * world, [600000] + [0] * (world - 1)):
             data = gaussian(sum(sizes), seed=rank)
             out = torch.empty(sizes[rank], dtype=data.dtype)
             answers = [None] * world
             dist.all_gather_object(answers, run(live, out, data.split(sizes)))
             assert len(set(answers)) == 1, answers
+            sent_zipped += 2 * (sum(sizes) - sizes[rank]) if answers[0] else 0
         row = live.stats.snapshot()[UNEVEN]
-        assert row["calls_zipped"] + row["calls_native"] == 2 and (row["raw_bytes"] > 0) == (row["calls_zipped"] > 0)
+        assert row["calls_zipped"] + row["calls_native"] == 2 and row["raw_bytes"] == sent_zipped
         assert live.state(dist.group.WORLD, data.device).measured(UNEVEN, torch.bfloat16).costs is not None
 
 

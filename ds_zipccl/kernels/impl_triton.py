@@ -15,7 +15,7 @@ from zipscape.errors import BuildError, describe
 
 # By level: warps and registers of a thread (None: as many as it takes) of the kernels' programs, for an H200.
 LAUNCHES = {1: {"tiles": (16, 64), "finish": (4, None), "decode": (4, None), "decode_reduce": (1, 96)},
-            2: {"tiles": (16, 64), "finish": (4, None), "decode": (4, None), "decode_reduce": (1, 128)}}
+            2: {"tiles": (32, 64), "finish": (4, None), "decode": (4, None), "decode_reduce": (1, 128)}}
 
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 

@@ -171,13 +171,11 @@ def push_quarter(queues, raws, rest, x, minus_base, z, J: tl.constexpr):
 def stream_parts(x, lo, mode, any_zero_mode, L: tl.constexpr):
     """Of the four quarters x: the first codes, two words; then what the stream is made of: the second codes that are in it (64 bits), the
     queues, and the combined masks of the elements without codes and of the raw ones."""
+    f0, f1, s0, s1 = code_fields(x, lo, mode, False)
     if any_zero_mode:
-        f0, f1, s0, s1 = code_fields(x, lo, mode, False)
         g0, g1, t0, t1 = code_fields(x, lo, mode, True)
         is_other = mode >= ZERO_SECOND
         f0, f1, s0, s1 = tl.where(is_other, g0, f0), tl.where(is_other, g1, f1), tl.where(is_other, t0, s0), tl.where(is_other, t1, s1)
-    else:
-        f0, f1, s0, s1 = code_fields(x, lo, mode, False)
     m0, m1 = zero_fields(f0), zero_fields(f1)
     bits0, bits1 = bits_up_to(m0), bits_up_to(m1)
     second = compress_word(s0, m0, bits0).to(tl.uint64) | compress_word(s1, m1, bits1).to(tl.uint64) << (bits0 >> 24).to(tl.uint64)

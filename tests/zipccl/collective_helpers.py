@@ -77,11 +77,11 @@ def gathered(data, world):
     return out
 
 
-def rank_order_sum(data, rank, world):
-    """The documented result, from every rank's whole input."""
+def rank_order_sum(data, rank, world, divisor=1):
+    """The documented result, from every rank's whole input. ``divisor``: the world size for an average."""
     rows = gathered(data, world).view(world, world, -1)[:, rank]
     out = torch.empty_like(rows[0])
-    sum_in_order(rows, out)
+    sum_in_order(rows, out, divisor)
     return out
 
 

@@ -19,7 +19,7 @@ class Pending:
 
     def __init__(self, *, words: torch.Tensor, status_work: dist.Work, payload_work: dist.Work, finish, on_words, release,
                  outputs: tuple[torch.Tensor, ...] = (), two_phases: bool = False, streams_of=None):
-        """``on_words``, ``finish``, ``two_phases``: see ``launch.Started``. ``release``: gives the buffers back. ``streams_of``: the
+        """``on_words``, ``finish``, ``two_phases``: see ``launch.Flight``. ``release``: gives the buffers back. ``streams_of``: the
         group's state, whose GPU streams ``status_stream`` (on which status words are waited for) and ``resend_stream`` are used."""
         self._words, self._status_work, self._payload_work = words, status_work, payload_work
         self._streams_of, self._two_phases = streams_of, two_phases

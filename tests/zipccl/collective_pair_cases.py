@@ -263,7 +263,7 @@ def case_all_to_all_under_autograd(rank, world):
             def backward(ctx, grad):
                 assert not grad.is_contiguous()
                 grad = grad.contiguous() if grad.is_cuda else grad          # NCCL refuses such tensors, and we as it
-                out = torch.empty(grad.shape, dtype=grad.dtype)
+                out = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)          # this thread has another default
                 carry_out(live, A2A, out, grad)
                 return out
 

@@ -62,6 +62,17 @@ def agree(store, rank: int, world_size: int, record: dict, *, name: str, timeout
     return verdict["records"]
 
 
+def next_meeting(store, rank: int, world_size: int, *, name: str) -> int:
+    """How often this rank has come to a meeting of this name and number of ranks before: the same number on every rank
+    where all come equally often, in any order and without waiting.
+
+    Makes key names that are never used twice, also where the store outlives the groups that meet through it. Every rank
+    counts for itself: in one common counter a rank that comes twice before another has come once would be taken for
+    that other one.
+    """
+    return store.add(_key(name, f"meetings/{world_size}/{rank}"), 1) - 1
+
+
 def _key(name: str, leaf) -> str:
     return f"zipscape/{name}/{leaf}"
 

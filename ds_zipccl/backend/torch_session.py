@@ -158,8 +158,8 @@ def _agree(options, config: ZipcclConfig, error: ZipScapeError | None) -> None:
         return
     # No key is used twice, also where the store outlives its groups. The store counts, not the process: a later group of the same name
     # may have other ranks.
-    number = (options.store.add("zipscape/torch/arrivals", 1) - 1) // options.group_size
+    number = handshake.next_meeting(options.store, options.group_rank, options.group_size, name="torch")
     record = {"version": __version__, "config_hash": config.fingerprint(), "enabled": config.enabled,
               "config": config.model_dump(exclude={"log"}), "error": None if error is None else str(error)}
-    handshake.agree(options.store, options.group_rank, options.group_size, record, name=f"torch/{options.group_id}/{number}",
+    handshake.agree(options.store, options.group_rank, options.group_size, record, name=f"torch/{options.group_id}/{options.group_size}/{number}",
                     timeout_s=options.timeout.total_seconds())

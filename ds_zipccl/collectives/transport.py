@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ds_zipccl.collectives import nccl_direct
+from zipscape import handshake
 
 DIRECT_WORDS = True                 # past torch to NCCL, where torch gives its communicator away
 
@@ -149,10 +150,10 @@ class SideChannel:
         self._rank, self._device = rank, device
         # A connection of its own to the store: one that waits for another rank's address keeps all other threads from it.
         store = getattr(group.get_group_store(), "clone", group.get_group_store)()
-        prefix = f"zipccl/{purpose}/{device.type}/{group.group_name}"
+        name = f"zipccl/{purpose}/{device.type}/{group.group_name}"
         # No key of the store is used twice. The store counts, not the process: a later group of the same name may have other ranks.
-        generation = (store.add(f"{prefix}/arrivals", 1) - 1) // size
-        store = self.store = dist.PrefixStore(f"{prefix}/{generation}", store)
+        generation = handshake.next_meeting(store, rank, size, name=name)
+        store = self.store = dist.PrefixStore(f"{name}/{size}/{generation}", store)
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = group_timeout(group, device)

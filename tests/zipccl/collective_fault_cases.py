@@ -101,6 +101,24 @@ def case_side_channel_has_the_groups_timeout(rank, world):
     dist.barrier()
 
 
+def case_side_channels_made_at_different_times(rank, world):
+    """Nobody waits in making one: a fast rank has made, and ended, several of a group before a slow one makes its first."""
+    group = dist.new_group(list(range(world)))
+    channels = []
+    for turn in range(world):
+        if turn == rank:
+            for _ in range(3):
+                channels.append(transport.SideChannel(group, torch.get_default_device()))
+        dist.barrier()
+    for i, channel in enumerate(channels):
+        words = torch.empty(2 * world, dtype=torch.int32)
+        channel.all_gather(words, torch.tensor([rank, i], dtype=torch.int32)).wait(timedelta(seconds=20))
+        assert words.tolist() == [x for peer in range(world) for x in (peer, i)]
+    dist.barrier()
+    for channel in channels:
+        channel.close()
+
+
 def case_overflows_on_all_and_alternating(rank, world):
     with runtime() as live:
         for i in range(8):

@@ -189,3 +189,13 @@ def test_rank_lists_are_short():
     assert handshake._ranks([5]) == "rank 5"
     assert handshake._ranks([3, 1, 2, 9]) == "ranks 1-3, 9"
     assert handshake._ranks(list(range(1000))) == "ranks 0-999"
+
+
+def test_meetings_are_counted_alike_whoever_comes_first(connect):
+    """Three ranks come to five meetings each: one is done before the next has begun, and other names and sizes count apart."""
+    order = [0, 0, 0, 0, 0, 2, 1, 2, 2, 1, 1, 2, 1, 1, 2]
+    store, numbers = connect(), {rank: [] for rank in range(3)}
+    for rank in order:
+        numbers[rank].append(handshake.next_meeting(store, rank, 3, name="m"))
+    assert numbers == {rank: [0, 1, 2, 3, 4] for rank in range(3)}
+    assert handshake.next_meeting(store, 0, 2, name="m") == handshake.next_meeting(store, 0, 3, name="other") == 0

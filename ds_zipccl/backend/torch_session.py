@@ -161,5 +161,5 @@ def _agree(options, config: ZipcclConfig, error: ZipScapeError | None) -> None:
     number = handshake.next_meeting(options.store, options.group_rank, options.group_size, name="torch")
     record = {"version": __version__, "config_hash": config.fingerprint(), "enabled": config.enabled,
               "config": config.model_dump(exclude={"log"}), "error": None if error is None else str(error)}
-    handshake.agree(options.store, options.group_rank, options.group_size, record, name=f"torch/{options.group_id}/{options.group_size}/{number}",
-                    timeout_s=options.timeout.total_seconds())
+    handshake.agree(options.store, options.group_rank, options.group_size, record,
+                    name=f"torch/{options.group_id}/{options.group_size}/{number}", timeout_s=options.timeout.total_seconds())

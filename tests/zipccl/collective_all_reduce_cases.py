@@ -17,9 +17,11 @@ from tests.zipccl.collective_helpers import (
     carry_out,
     everyones_sum,
     finite,
+    flip,
     gathered,
     launch,
     runtime,
+    spoiled,
 )
 
 SIZES = (0, 1, 1025, 3000, 33000)
@@ -177,9 +179,7 @@ def case_flipped_bits_in_either_phase_of_an_all_reduce_are_seen(rank, world):
     original = transport.all_to_all_bytes
 
     def flipped(work, out):
-        work.wait()
-        out.view(world, -1)[(rank + 1) % world, SIGNS_OF_4096 + 50] ^= 0x80
-        return work
+        return spoiled(work, lambda: flip(out.view(world, -1)[(rank + 1) % world], SIGNS_OF_4096 + 50, 0x80))
 
     for phase in ("parts", "sums"):
         with runtime() as live:

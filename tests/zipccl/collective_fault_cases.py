@@ -16,11 +16,13 @@ from tests.zipccl.collective_helpers import (
     RS,
     SIGNS_OF_4096,
     carry_out,
+    flip,
     gathered,
     launch,
     native_reduce_scatter,
     rank_order_sum,
     runtime,
+    spoiled,
 )
 
 
@@ -213,11 +215,8 @@ def case_flipped_bit_in_the_transport_is_seen(rank, world):
     original = transport.all_to_all_bytes
 
     def flipping(out, rows, group, *more):
-        work = original(out, rows, group, *more)
-        work.wait()
-        peer = (rank + 1) % world
-        out.view(world, -1)[peer, SIGNS_OF_4096 + 50] ^= 0x80        # a sign bit of the peer's frame
-        return work
+        frames = out.view(world, -1)
+        return spoiled(original(out, rows, group, *more), lambda: flip(frames[(rank + 1) % world], SIGNS_OF_4096 + 50, 0x80))     # a sign
 
     from ds_zipccl.collectives import reduce_scatter
     with runtime() as live:
@@ -240,14 +239,11 @@ def case_integrity_checksum_names_the_rank(rank, world):
     """C11: any flipped bit of a payload is found, also in a remainder, where nothing but a checksum can see it."""
     from ds_zipccl.collectives import all_gather
     original = all_gather.all_gather_bytes
-    flip = []
+    damaging = []
 
     def flipping(out, own, group):
-        work = original(out, own, group)
-        if flip:
-            work.wait()
-            out.view(world, -1)[(rank + 1) % world, SIGNS_OF_4096 + 77] ^= 1
-        return work
+        work, frames = original(out, own, group), out.view(world, -1)
+        return spoiled(work, lambda: flip(frames[(rank + 1) % world], SIGNS_OF_4096 + 77, 1)) if damaging else work
 
     with runtime(integrity="checksum") as live:
         all_gather.all_gather_bytes = flipping
@@ -255,7 +251,7 @@ def case_integrity_checksum_names_the_rank(rank, world):
             data, out = gaussian(4096, seed=rank + 50), torch.empty(world * 4096, dtype=torch.bfloat16)
             assert carry_out(live, AG, out, data)
             assert_same_bits(out, gathered(data, world), "clean")
-            flip.append(1)
+            damaging.append(1)
             work = launch(live, AG, out, data)
             try:
                 work.wait()

@@ -54,6 +54,21 @@ def assert_same_sum(got, expected, ours, where):
     assert_same_bits(got, expected, where)
 
 
+def spoiled(work, spoil):
+    """``work``, with what it brought changed by ``spoil()`` before anybody decodes it: on a GPU that happens on a stream of the group's,
+    which waits for ``work`` and for nothing that is queued here."""
+    work.wait()
+    spoil()
+    if torch.get_default_device().type == "cuda":
+        torch.cuda.synchronize()
+    return work
+
+
+def flip(data, at, bits):
+    """Changes bits of one byte."""
+    data[at] ^= bits
+
+
 def finite(data):
     """Without NaNs, whose payloads native sums keep."""
     return torch.where(data.isnan(), torch.ones_like(data), data)

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from ds_zipccl.collectives import transport
 from ds_zipccl.collectives.registry import specs
 from ds_zipccl.collectives.words import Words
+from ds_zipccl.collectives.work import DoneWork
 from tests.helpers.bits import assert_same_bits, random_bits
-from tests.zipccl.collective_helpers import begin, finite, runtime
+from tests.zipccl.collective_helpers import begin, finite, runtime, spoiled
 from zipscape.errors import ZipScapeError
 
 ROW = 5000
@@ -44,20 +45,19 @@ class Channel:
     def __getattr__(self, name):
         method = getattr(self._channel, name)
 
-        def spoiled(first, *args):
+        def call(first, *args):
             work = method(first, *args)
-            if name in ("close", "connect", "abort", "exchange_no_words"):
-                return work
-            if work is not None:
-                work.wait()
             outs = first.values() if isinstance(first, dict) else first if isinstance(first, list) else (first,)
-            for out in outs:
-                rows = out.view(-1).view(torch.uint8)
-                if rows.numel():                # without the rank's own in some exchanges
-                    self._spoil(rows.view(self._world if rows.numel() % self._world == 0 else 2, -1), self._rank)
+            spoiled(DoneWork() if work is None else work, lambda: self._spoil_all(outs))
             return work
 
-        return spoiled if callable(method) and name not in ("close", "connect", "abort", "exchange_no_words") else method
+        return call if callable(method) and name not in ("close", "connect", "abort", "exchange_no_words") else method
+
+    def _spoil_all(self, outs):
+        for out in outs:
+            rows = out.view(-1).view(torch.uint8)
+            if rows.numel():                    # without the rank's own in some exchanges
+                self._spoil(rows.view(self._world if rows.numel() % self._world == 0 else 2, -1), self._rank)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from ds_zipccl.collectives import all_to_all, transport
 from ds_zipccl.collectives.all_to_all import elems_per_rank
 from ds_zipccl.collectives.registry import Call, specs
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits, specials
-from tests.zipccl.collective_helpers import A2A, Guarded, begin, carry_out, runtime
+from tests.zipccl.collective_helpers import A2A, Guarded, begin, carry_out, flip, runtime, spoiled
 
 LIST = "all_to_all"
 WIDTH = 8                               # elements in a row of dim 0
@@ -356,10 +356,7 @@ def case_flipped_bit_in_an_exchange_is_seen(rank, world):
     for rows, at in ((BIG, 128 + 256 + 3 * 384 + 10), (SMALL, 5))[:world - 1]:      # of two ranks, a raw piece would be all
 
         def flipping(received, sent, group, at=at):
-            work = original(received, sent, group)
-            work.wait()
-            received[(rank + 1) % world][at] ^= 0x80
-            return work
+            return spoiled(original(received, sent, group), lambda: flip(received[(rank + 1) % world], at, 0x80))
 
         with runtime() as live:
             matrix = [[rows if j == (i - 1) % world else 2 * BIG for j in range(world)] for i in range(world)]

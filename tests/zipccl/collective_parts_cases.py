@@ -10,7 +10,18 @@ from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.errors import FrameError
 from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits, specials
-from tests.zipccl.collective_helpers import AG, RS, Guarded, assert_same_sum, gathered, launch, native_reduce_scatter, runtime
+from tests.zipccl.collective_helpers import (
+    AG,
+    RS,
+    Guarded,
+    assert_same_sum,
+    flip,
+    gathered,
+    launch,
+    native_reduce_scatter,
+    runtime,
+    spoiled,
+)
 
 UNEVEN, TILE = "reduce_scatter_uneven", 32 * 1024
 SPEC = specs(internal=True)[UNEVEN]
@@ -117,9 +128,7 @@ def case_uneven_finds_damage_on_the_way(rank, world):
     original = reduce_scatter_uneven.exchange_bytes
 
     def flipping(received, sent, group):
-        original(received, sent, group).wait()
-        received[(rank + 1) % world][-128 - 900] ^= 0x80
-        return original([t[:0] for t in received], [t[:0] for t in sent], group)
+        return spoiled(original(received, sent, group), lambda: flip(received[(rank + 1) % world], -128 - 900, 0x80))
 
     sizes = [4096] * world
     data, out = gaussian(sum(sizes), seed=rank), torch.empty(4096, dtype=torch.bfloat16)

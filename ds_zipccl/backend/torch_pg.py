@@ -102,9 +102,10 @@ class ZipProcessGroup(ProcessGroup):
 
     def abort(self):
         """Ends the connections at once, on this rank alone. What is in flight fails: the waits for it say so, not this call."""
-        for device, _, backend in self._backends:
-            abort_backend(backend, device)
+        ending = [abort_backend(backend, device) for device, _, backend in self._backends]
         self._leave(at_once=True)
+        for thread in filter(None, ending):
+            thread.join()
 
     def _leave(self, at_once: bool = False) -> None:
         if self._joined:

@@ -275,10 +275,12 @@ class SideChannel:
         abort_backend(self._backend, self._device.type)
 
 
-def abort_backend(backend: dist.distributed_c10d.Backend, device_type: str) -> None:
-    """Ends what it can of a backend, at once. Gloo cannot: its abort and its destructor wait for what is in flight until that times out,
-    so a thread has them, and the last reference."""
-    if device_type == "cuda":
-        backend.abort()
-    else:
-        threading.Thread(target=backend.abort, name="zipccl abort", daemon=True).start()
+def abort_backend(backend: dist.distributed_c10d.Backend, device_type: str) -> threading.Thread | None:
+    """Ends what it can of a backend, at once, in a thread that has the last reference; returns it if it is worth waiting for.
+
+    Gloo's abort and its destructor wait for what is in flight until that times out. NCCL's frees memory, which waits for all kernels on the
+    device, also for those of another communicator of the group that wait for a peer: all must be told to end before any has ended.
+    """
+    thread = threading.Thread(target=backend.abort, name="zipccl abort", daemon=True)
+    thread.start()
+    return thread if device_type == "cuda" else None

@@ -3,6 +3,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.distributed import ProcessGroup
 import ds_zipccl
 from ds_zipccl.backend import torch_batch, torch_calls, torch_session
 from ds_zipccl.backend.torch_pg import FORWARDED, ZipProcessGroup
+from ds_zipccl.collectives.transport import abort_backend
 from tests.helpers.ranks import assert_ok, case_names
 from zipscape.errors import ConfigError
 
@@ -94,6 +97,20 @@ def test_batches_are_coalesced_where_the_backend_can(can, monkeypatch):
     works = dist.batch_isend_irecv([Op(isend, group), Op(irecv, group)])
     assert calls == (["start", "isend", "irecv", "end"] if can else ["torch's"])
     assert works == (["work"] if can else [None])
+
+
+def test_all_communicators_of_a_group_are_told_to_end_before_any_has_ended():
+    """NCCL's abort waits for all kernels on the device, whatever communicator they belong to."""
+    both, ended = threading.Barrier(2), []
+
+    class Backend:
+        def abort(self):
+            both.wait(20)
+            ended.append(self)
+
+    group, side = Backend(), Backend()
+    ZipProcessGroup.abort(SimpleNamespace(_backends=[("cuda", None, group)], _leave=lambda at_once: abort_backend(side, "cuda")))
+    assert group in ended
 
 
 @pytest.fixture

@@ -91,10 +91,10 @@ def case_reduce_scatter_in_place_with_garbage_padding(rank, world):
         assert_same_bits(out[:real].clone(), expected[:real], "real elements")
 
 
-def case_exactly_summable_inputs_equal_native(rank, world):
+def case_exactly_summable_inputs_equal_native(rank, world, group=None, size=3000):
     with runtime() as live:
         for op, spec in specs().items():
-            ours, theirs = (spec.make_call(dist.group.WORLD, 3000, torch.bfloat16, torch.get_default_device()) for _ in range(2))
+            ours, theirs = (spec.make_call(group or dist.group.WORLD, size, torch.bfloat16, torch.get_default_device()) for _ in range(2))
             work, zipped = begin(live, ours)
             work.wait()
             spec.native(theirs).wait()
@@ -103,6 +103,13 @@ def case_exactly_summable_inputs_equal_native(rank, world):
                 assert_same_bits(got, expected, op)
             row = live.stats.snapshot()[op]
             assert (row["raw_bytes"], row["wire_bytes"]) == (spec.raw_bytes(ours), spec.wire_bytes(ours)), op
+
+
+def six_and_seven_ranks(rank, world):
+    """C71: sizes that no number of ranks divides, and ranks that no size is a multiple of."""
+    six = dist.new_group(list(range(6)))
+    for group in (dist.group.WORLD, six)[:2 if rank < 6 else 1]:
+        case_exactly_summable_inputs_equal_native(rank, world, group, 3001)
 
 
 def case_averages(rank, world):

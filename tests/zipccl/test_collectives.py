@@ -18,6 +18,11 @@ def cases_of(module: str, world_size: int) -> tuple[str, ...]:
 RUNS = [(world_size, module, case) for module, sizes in MODULES.items() for world_size in sizes for case in cases_of(module, world_size)]
 
 
+@pytest.mark.slow
+def test_six_and_seven_ranks():
+    assert_ok("tests.zipccl.collective_cases", ("six_and_seven_ranks",), 7, "six_and_seven_ranks")
+
+
 @pytest.mark.parametrize("world_size, module, case", RUNS, ids=[f"{world_size}-{case}" for world_size, _, case in RUNS])
 def test_collectives(world_size, module, case):
     assert_ok(module, cases_of(module, world_size), world_size, case)

@@ -13,7 +13,7 @@ def random_bucket(seed: int, world: int) -> Bucket:
     return Bucket(tuple(rng.randrange(world) for _ in range(count)), numels, world)
 
 
-@pytest.mark.parametrize("world", [2, 3, 8, 64])
+@pytest.mark.parametrize("world", [2, 3, 6, 7, 8, 64])
 @pytest.mark.parametrize("seed", range(20))
 def test_second_phase_brings_every_element_to_its_owner(seed, world):
     """Followed element by element: chunk by chunk, piece by piece, in the bucket's order."""
@@ -45,7 +45,7 @@ def test_loads():
     assert not Bucket((0,), (numel,), 2).wants_two_phases(), "of 2 ranks the owner receives B either way"
 
 
-@pytest.mark.parametrize("world", [3, 8])
+@pytest.mark.parametrize("world", [3, 6, 7, 8])
 @pytest.mark.parametrize("seed", range(30))
 def test_never_busier_than_a_ring_all_reduce(seed, world):
     """But for the chunks' whole blocks."""
@@ -70,7 +70,7 @@ def parameters(world: int, count: int, seed: int):
     return items
 
 
-@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("world", [2, 3, 6, 7, 8])
 @pytest.mark.parametrize("seed", range(5))
 def test_balanced_order(world, seed):
     """Every parameter once, and every beginning belongs to all ranks alike, up to one large parameter."""

@@ -135,6 +135,14 @@ def case_other_settings_bypass(rank, world_size):
     assert run.cache["encodes"] == 0 and set(run.cache["bypassed"]) == {"dtype"}, run.cache
 
 
+def case_mixed_dtypes(rank, world_size):
+    """C67: linear layers are gathered and reduced in BF16, the embedding in fp32, in one fetch: each dtype for itself."""
+    run = compare(world_size=world_size, steps=2, extra={"bf16": {"enabled": False}, "torch_autocast": {
+        "enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["torch.nn.Linear"]}})
+    for op in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        assert run.ops[op]["calls_zipped"] > 0 and run.ops[op]["native_reasons"]["dtype"] > 0, run.ops[op]
+
+
 def case_without_optimizer(rank, world_size):
     """An engine that only computes: frames are made once, and found out of date where somebody writes."""
     def losses(section):

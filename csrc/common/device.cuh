@@ -59,6 +59,16 @@ __device__ __forceinline__ void begin_in_turn() {
 #endif
 }
 
+// Asks for `bytes` that are read soon to be brought to L2 (both multiples of 16; sm_90, else nothing happens). The multiprocessor's own caches
+// learn nothing, so this may come before begin_in_turn: what an earlier kernel writes afterwards is seen all the same.
+__device__ __forceinline__ void fetch_to_l2(const u8* p, u32 bytes) {
+#if defined(ZIPSCAPE_EMULATE)
+    (void)*(const volatile u8*)p, (void)*(const volatile u8*)(p + bytes - 1);          // both must exist
+#elif __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+#endif
+}
+
 // ---- a barrier in shared memory, for one use, that threads arrive at and wait for apart: what is written before the `count` arrivals is seen
 // after the wait. Between barrier_init and the rest: __syncthreads.
 #ifdef ZIPSCAPE_EMULATE

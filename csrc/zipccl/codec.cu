@@ -7,9 +7,10 @@
 
 using namespace zipscape;
 
-// Warps of a CTA, and CTAs that must fit on a multiprocessor: what the compiler may spend on registers. nvrtc.py repeats the warps.
+// Warps of a CTA, and CTAs that must fit on a multiprocessor: what the compiler may spend on registers. nvrtc.py repeats the warps. Encode's
+// are in encode.cuh.
 constexpr u32 kDecodeWarps = 4, kReduceWarps = 4, kReduce2Warps = 4;
-constexpr u32 kEncodeCtas = 2, kDecodeCtas = 16, kReduceCtas = 5, kReduce2Ctas = 10;
+constexpr u32 kDecodeCtas = 16, kReduceCtas = 5, kReduce2Ctas = 10;
 constexpr u32 kReduceRows = 4;              // rows whose headers are staged at once
 #ifndef ZIPCCL_ENCODE2_CTAS
 #define ZIPCCL_ENCODE2_CTAS 3
@@ -56,7 +57,8 @@ static int launch(void (*kernel)(Call), dim3 grid, u32 warps, u32, cudaStream_t,
 template <class T>
 static int address_of(void** p, T& symbol) { *p = &symbol; return 0; }
 static int allow_shared(void (*)(Call), u32) { return 0; }
-static int look_at_code() { return 0; }
+static int num_multiprocessors = 2;
+static int look_at_device() { return 0; }
 #else
 static int launch(void (*kernel)(Call), dim3 grid, u32 warps, u32 shared, cudaStream_t stream, const Call& call) {
     cudaLaunchAttribute attribute = {};
@@ -72,11 +74,16 @@ static int address_of(void** p, T& symbol) { return (int)cudaGetSymbolAddress(p,
 static int allow_shared(void (*kernel)(Call), u32 bytes) {
     return (int)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
 }
-static int look_at_code() {
+// Of the last device that was prepared: as a rule all of a process are alike, and speed alone depends on it.
+static int num_multiprocessors = 0;
+static int look_at_device() {
     cudaFuncAttributes attributes;
-    const int code = (int)cudaFuncGetAttributes(&attributes, zipccl_encode_bf16);
+    int device = 0;
+    cudaError_t code = cudaFuncGetAttributes(&attributes, zipccl_encode_bf16);
     can_overlap = can_overlap && !code && attributes.ptxVersion >= 90;         // code for less, also on a newer device, would not wait
-    return code;
+    if (!code) code = cudaGetDevice(&device);
+    if (!code) code = cudaDeviceGetAttribute(&num_multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    return (int)code;
 }
 #endif
 
@@ -93,7 +100,7 @@ static Call make_call(const void* geometry, const void* x, i64 row_stride, void*
     memcpy(c.header, (const u8*)geometry + sizeof c.g, sizeof c.header);
     c.x = (const u8*)x, c.frames = (u8*)frames, c.out = (u8*)out;
     c.row_stride = row_stride, c.frame_stride = frame_stride, c.num_rows = num_rows, c.skip = skip;
-    c.status = (u32*)status, c.workspace = (u64*)workspace;
+    c.status = (u32*)status, c.workspace = (u64*)workspace, c.look_ahead = num_multiprocessors;
     return c;
 }
 
@@ -109,7 +116,7 @@ void zipccl_cuda_allow_overlap(int allowed) { may_overlap = allowed != 0; }
 // zipccl_workspaces (and its number of words) and zipccl_errors.
 int zipccl_cuda_prepare(void** workspaces, i64* num_words, void** errors) {
     *num_words = sizeof zipccl_workspaces / sizeof(u64);
-    int code = look_at_code();
+    int code = look_at_device();
     if (!code) code = address_of(workspaces, zipccl_workspaces);
     if (!code) code = address_of(errors, zipccl_errors);
     if (!code) code = allow_shared(zipccl_encode_bf16, EncodeLevel1<Bf16>::kShared);

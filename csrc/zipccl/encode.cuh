@@ -19,6 +19,7 @@
 namespace zipscape {
 
 constexpr u32 kEncodeWarps = 16;                           // two blocks each
+constexpr u32 kEncodeCtas = 2;                             // that must fit on a multiprocessor, of 2-byte elements: limits the registers
 
 // The spill of the group's tiles before `tile`. All threads of the CTA.
 __device__ __forceinline__ u32 earlier_spills(const Call& c, const u64* tiles, u32 tag, u32 first, u32 tile) {
@@ -52,14 +53,25 @@ __device__ __forceinline__ void load_pair(const Call& c, i64 block, u32 elems, u
     }
 }
 
+// Asks L2 for tile `tile` of the CTA's row. One thread; not for the last tile, which may be partial, and nothing beyond it.
+template <class F>
+__device__ __forceinline__ void fetch_tile(const Call& c, u32 tile) {
+    constexpr u32 kRawBytes = 32 * kBlockElems * F::kItem;
+    if (tile + 1 >= (u32)c.g.num_tiles) return;
+    const u8* src = c.x + row_of(c, blockIdx.y) * c.row_stride + (i64)tile * kRawBytes;
+    if (is_aligned(src, 16)) fetch_to_l2(src, kRawBytes);
+}
+
 // ---- what the levels do differently
 
 // How a warp codes a pair of blocks at a level, and what a lane keeps of it until the tile's slots are shared out. kWarps of a CTA, which
-// needs kShared bytes; `b`: the pair's first block, `elems`: its elements, maybe none. In this order: load, encode, store, put.
+// needs kShared bytes; `b`: the pair's first block, `elems`: its elements, maybe none. In this order: load, encode, store, put. kFetch: whether
+// it pays to ask L2 for tiles before their turn.
 template <class F>
 struct EncodeLevel1 {
     typedef F Format;
     static constexpr u32 kWarps = kEncodeWarps, kShared = 32 * kBlockStage<F>;
+    static constexpr bool kFetch = F::kItem == 2;
     static constexpr u32 kGathered = 160;                  // as many escapes of a pair are put side by side; as a rule there are 50
     u8* stage;
     u32 x[2][F::kWords], words[2][3], masks[2], at[2], counts, total;              // at: the places in the pair behind this lane's escapes
@@ -179,6 +191,7 @@ __device__ __forceinline__ Fields store_block2(const u32 (&x)[16], Window w, u8*
 struct EncodeLevel2 {
     typedef Bf16 Format;
     static constexpr u32 kWarps = ZIPCCL_ENCODE2_WARPS, kShared = kWarps * 2 * kBlockElems + 32 * kStreamBytes;
+    static constexpr bool kFetch = false;
     u32 x[2][16];
 
     __device__ __forceinline__ static u8* stream(u8* shared, u32 b) { return shared + kWarps * 2 * kBlockElems + b * kStreamBytes; }
@@ -242,6 +255,11 @@ struct EncodeLevel2 {
 };
 
 // Grid: (tiles and the row's end, rows without the skipped one).
+//
+// To keep memory busy while the call before this one ends, and while CTAs compute or wait for others' counts, the first CTAs ask L2 for their
+// tiles before they wait for that call, and every CTA, once its own loads are under way, for the tile as many tiles further on as there are
+// multiprocessors. BF16 on an H200 (132 of them), per cent of the copy floor without and with both: 16 MiB 80, 82; 256 MiB 94.8, 95.2; where
+// tiles spill 74, 80 (10 % zeros) and 84, 88 (Student t). Twice as far was slower.
 template <class L>
 __device__ __forceinline__ void encode_tile(const Call& c) {
     constexpr u32 kPairs = 16 / L::kWarps;                 // of a warp
@@ -249,6 +267,9 @@ __device__ __forceinline__ void encode_tile(const Call& c) {
     __shared__ u32 heads[32];                              // block headers
     __shared__ u32 tally;                                  // the warps' counts so far; the upper byte: how many warps
     __shared__ __align__(8) u64 counted;                   // barrier: `heads` is complete
+    const u32 look_ahead = (u32)c.look_ahead;
+    if constexpr (L::kFetch)
+        if (threadIdx.x == 0 && blockIdx.y == 0 && blockIdx.x < kEncodeCtas * look_ahead) fetch_tile<typename L::Format>(c, blockIdx.x);
     begin_in_turn();
     const u32 lane = lane_id(), warp = warp_id(), tile_index = blockIdx.x;
     u8* frame = c.frames + row_of(c, blockIdx.y) * c.frame_stride;
@@ -272,6 +293,8 @@ __device__ __forceinline__ void encode_tile(const Call& c) {
         if (i == 0) {                                      // while the data are on their way
             if (threadIdx.x == 0) tally = 0, barrier_init(&counted, L::kWarps);
             __syncthreads();
+            if constexpr (L::kFetch)
+                if (threadIdx.x == 0) fetch_tile<typename L::Format>(c, tile_index + look_ahead);
         }
         u32 my_heads[2] = {0, 0};
         const u32 counts = pair.encode(c, tile, t, b, pair_elems(i), shared, my_heads);

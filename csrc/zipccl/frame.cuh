@@ -18,6 +18,7 @@ struct Call {
     i64 skip;                          // a row to leave out (decode_reduce: the one taken from x), or -1
     u32* status;                       // encode: [1] need and overflow. decode: [1] kinds of corruption found, ORed
     u64* workspace;                    // encode: workspace_words() words, zeroed once, used by one call after the other
+    i64 look_ahead;                    // encode: multiprocessors of the device
 };
 
 // What decode and decode_reduce report, bits of the error word.

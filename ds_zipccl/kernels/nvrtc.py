@@ -4,6 +4,7 @@
 Calls cost the host a few microseconds more.
 """
 import ctypes
+import functools
 import re
 import struct
 from pathlib import Path
@@ -78,6 +79,11 @@ def _output(nvrtc, program, what: str) -> bytes:
     return text.raw
 
 
+@functools.cache
+def _num_multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 class NvrtcCalls:
     """The kernels of ``source``, compiled for each device at its first use. Raises BuildError, later KernelError."""
 
@@ -118,6 +124,7 @@ class NvrtcCalls:
             if shared:
                 self._check(self._driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared), "shared memory")
             self._functions[key] = function
+        fields += (_num_multiprocessors(key[0]),)
         call = ctypes.create_string_buffer(packed_geometry(g) + struct.pack(f"<{len(fields)}q", *fields))      # struct Call
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(call))
         self._check(self._driver.cuLaunchKernel(function, num_ctas, num_rows, 1, 32 * warps, 1, 1, shared,

@@ -1,8 +1,12 @@
 """The CUDA source without a GPU: nvcc compiles it for every architecture we name, and a CPU runs it, one fiber a thread, against the
 reference's bytes. Races and speed need a GPU: benchmarks/gpu_codec.py."""
 import ctypes
+import mmap
+import os
 import re
+import struct
 import subprocess
+import types
 from pathlib import Path
 
 import pytest
@@ -191,6 +195,32 @@ def test_spills_of_many_tiles_over_two_groups(emulated, level):
         check(emulated, x, fmt.layout(BF16, n, capacity, spill, level=level))
 
 
+@DTYPES
+def test_encode_asks_for_nothing_behind_its_input(emulated, dtype):
+    """The input ends where memory does, and the emulation touches what is fetched early: in a process of its own, which would die."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for num_tiles, more in ((9, 0), (5, 1000), (1, 0)):
+        n = num_tiles * 32768 + more * 16
+        size, page = n * dtype.itemsize, mmap.PAGESIZE
+        whole = -(-size // page) * page
+        start = libc.mmap(None, whole + page, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        assert libc.mprotect(start + whole, page, 0) == 0
+        x = torch.frombuffer((ctypes.c_uint8 * size).from_address(start + whole - size), dtype=dtype.torch_dtype)
+        x.copy_(make("gauss", n, dtype))
+        assert x.data_ptr() % 16 == 0
+        g = fmt.layout(dtype, n)
+        frame, status = torch.empty(g.frame_bytes, dtype=torch.uint8), torch.empty(1, dtype=torch.int32)
+        arguments = g, x.data_ptr(), size, frame.data_ptr(), g.frame_bytes, 1, -1, status.data_ptr(), WORKSPACE.data_ptr(), 0
+        child = os.fork()
+        if child == 0:                         # torch has no threads here: nothing but the call
+            emulated.encode(*arguments)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        libc.munmap(ctypes.c_void_p(start), ctypes.c_size_t(whole + page))
+
+
 def test_level_2_near_its_limits(emulated):
     """Exponents at both ends, where the window is cut off; classes by a step of the mean; shares of zeros around both limits."""
     generator = torch.Generator().manual_seed(7)
@@ -241,6 +271,33 @@ def test_nvrtc_launches_what_the_source_says():
     level2_warps, stream = (int(re.search(pattern, source + (CSRC / "zipccl/level2.cuh").read_text())[1])
                             for pattern in (r"define ZIPCCL_ENCODE2_WARPS (\d+)", r"kStreamBytes = (\d+)"))
     assert nvrtc._ENCODE_LEVEL2 == (level2_warps, level2_warps * 2 * 1024 + 32 * stream)
+
+
+def test_nvrtc_fills_the_call_as_the_source_declares_it(monkeypatch):
+    """The fields behind the header, by their names in frame.cuh, for each of the operations."""
+    text = re.search(r"struct Call \{.*?u32 header[^\n]*\n(.*?)\n\};", (CSRC / "zipccl/frame.cuh").read_text(), re.DOTALL)[1]
+    fields = re.findall(r"^ +(?:const )?(?:u8|u32|u64|i64)([^;]+);", text, re.MULTILINE)
+    names = [name.strip("* ") for line in fields for name in line.split(",")]
+    seen, g = [], fmt.layout(BF16, 40000)
+
+    def launched(function, *rest):
+        call = ctypes.string_at(rest[-2][0], 8 * len(g.ints) + 128 + 8 * len(names))
+        assert call.startswith(packed_geometry(g))
+        seen.append(dict(zip(names, struct.unpack(f"<{len(names)}q", call[-8 * len(names):]), strict=True)))
+        return 0
+
+    calls = object.__new__(nvrtc.NvrtcCalls)
+    calls._functions = {(0, f"zipccl_{name}_bf16"): 1 for name in nvrtc._WARPS}
+    calls._driver = types.SimpleNamespace(cuLaunchKernel=launched)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(nvrtc, "_num_multiprocessors", lambda device: 132)
+    calls.encode(g, 1, 2, 3, 4, 5, 6, 7, 8, 9)
+    calls.decode(g, 11, 12, 13, 14, 15, -1, 17, 18)
+    calls.decode_reduce(g, 21, 22, 3, 24, 2, 26, 27, 28)
+    common = {"look_ahead": 132}
+    assert seen == [common | dict(x=1, row_stride=2, frames=3, frame_stride=4, num_rows=5, skip=6, status=7, workspace=8, out=0),
+                    common | dict(frames=11, frame_stride=12, out=13, row_stride=14, num_rows=15, skip=-1, status=17, x=0, workspace=0),
+                    common | dict(frames=21, frame_stride=22, num_rows=3, x=24, skip=2, out=26, status=27, row_stride=0, workspace=0)]
 
 
 def test_workspace_size_is_the_same_on_both_sides(emulated):

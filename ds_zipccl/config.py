@@ -63,7 +63,7 @@ class ZipcclConfig(BaseModel):
     transport: Literal["adaptive", "process_group", "symmetric_memory"] = "adaptive"
     """How frames travel. "process_group": by the group's own collectives; "symmetric_memory": one-sided over NVLink where all ranks of a
     group are on one host and their GPUs can access each other's memory, else by the process group, counted with the reason; "adaptive":
-    the process group, until the switch knows the costs of both ways."""
+    where they can, the switch measures both ways and takes the faster one for each size."""
 
     kernels: Literal["best", "reference", "cpu", "cuda", "triton"] = "best"
     """The codec's kernels. "best" takes the fastest that works here; a name is taken literally or is an error."""

@@ -1,58 +1,90 @@
-"""What a collective costs on one group, natively and zipped, as functions of size and ratio. Pure: same numbers, same answer."""
-import math
-from dataclasses import dataclass
+"""What a collective costs on one group, by each of three ways, as functions of size and ratio. Pure: same numbers, same answer.
 
-MIN_GAIN = 1.03             # zipped must be this much faster: below it, noise would decide
-GAIN_TO_STAY = 1.0          # once zipped, it stays so until native is really faster: no flapping at the border
+Noise must not decide, and nothing counts as gained that was not seen: a way must be MIN_GAIN times as fast as the one in use, and outside
+of the measured sizes the gain is that of the nearest one, for a line through two noisy points leads anywhere.
+"""
+import math
+from dataclasses import dataclass, replace
+
+NATIVE, ZIPPED, ONE_SIDED = "native", "zipped", "one_sided"
+#: Frames over the group's own collectives, and over symmetric memory (one_sided.py).
+WAYS = ZIPPED, ONE_SIDED
+MIN_GAIN = 1.03             # another way must be this much faster than the present one
+GAIN_TO_STAY = 1.0          # the present one stays until native is really faster: no flapping at the border
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Microseconds over bytes: straight lines between measured points, the outer ones continued. At least two points, sizes ascending."""
+    """Microseconds over bytes. Between measured points straight lines, as latency plus bytes through a link makes them; below them as long
+    as the smallest one; above them as fast, in bytes a second, as the largest one. At least two points, sizes ascending."""
     sizes: tuple[int, ...]
     times_us: tuple[float, ...]
 
     def at(self, num_bytes: float) -> float:
-        i = 0
-        while i + 2 < len(self.sizes) and num_bytes > self.sizes[i + 1]:
-            i += 1
-        return max(0.0, self.times_us[i] + (num_bytes - self.sizes[i]) * self._slope(i))
+        if num_bytes <= self.sizes[0]:
+            return self.times_us[0]
+        if num_bytes >= self.sizes[-1]:
+            return self.times_us[-1] * num_bytes / self.sizes[-1]
+        i = self._segment(num_bytes)
+        share = (num_bytes - self.sizes[i]) / (self.sizes[i + 1] - self.sizes[i])
+        return self.times_us[i] * (1 - share) + self.times_us[i + 1] * share
 
     def us_per_byte(self, num_bytes: float) -> float:
-        """Of the link at that size: what one byte more costs."""
-        i = 0
-        while i + 2 < len(self.sizes) and num_bytes > self.sizes[i + 1]:
-            i += 1
-        return self._slope(i)
-
-    def _slope(self, i: int) -> float:
-        """Never negative: a larger message that was measured faster than a smaller one is noise."""
+        """Of the link at that size: what one byte more costs. Never negative: a larger message that was measured faster than a smaller one
+        is noise."""
+        i = self._segment(num_bytes)
         return max(0.0, (self.times_us[i + 1] - self.times_us[i]) / (self.sizes[i + 1] - self.sizes[i]))
+
+    def _segment(self, num_bytes: float) -> int:
+        return next((i for i in range(len(self.sizes) - 2) if num_bytes <= self.sizes[i + 1]), len(self.sizes) - 2)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured for one collective and dtype of a group. ``ratio``: of the data that ``zipped`` was measured with.
+    """Measured for one collective and dtype of a group. ``ratio``: of the data that ``zipped`` and ``one_sided`` were measured with.
 
-    Infinite times in ``zipped`` mean that such calls cannot be zipped.
+    Infinite times mean that such calls cannot go that way; so does no curve at all.
     """
     native: Curve
     zipped: Curve
     ratio: float
+    one_sided: Curve | None = None
 
-    def gain(self, num_bytes: int, ratio: float, native_bytes: int | None = None) -> float:
-        """Native time / zipped time of a call of ``num_bytes`` (of the whole tensor) whose frames have ``ratio``: codec and latency as
+    def gain(self, num_bytes: int, ratio: float, native_bytes: int | None = None, way: str = ZIPPED) -> float:
+        """Native time / time by ``way`` of a call of ``num_bytes`` (of the whole tensor) whose frames have ``ratio``: codec and latency as
         measured, and the link's part of the time as the bytes on the wire. ``native_bytes``: of the whole tensor natively, if others."""
-        zipped = self.zipped.at(num_bytes)
-        if not math.isfinite(zipped):
+        curve = getattr(self, way)
+        time = math.inf if curve is None else curve.at(num_bytes)
+        if not math.isfinite(time):
             return 0.0
-        zipped += num_bytes * self.native.us_per_byte(num_bytes) * (1 / ratio - 1 / self.ratio)
-        return self.native.at(num_bytes if native_bytes is None else native_bytes) / max(zipped, 1e-3)
+        time += num_bytes * self.native.us_per_byte(num_bytes) * (1 / ratio - 1 / self.ratio)
+        return self.native.at(num_bytes if native_bytes is None else native_bytes) / max(time, 1e-3)
 
-    def zipped_is_faster(self, num_bytes: int, ratio: float, is_zipped: bool = False, native_bytes: int | None = None) -> bool:
-        """``is_zipped``: what such calls did so far."""
-        return self.gain(num_bytes, ratio, native_bytes) > (GAIN_TO_STAY if is_zipped else MIN_GAIN)
+    def gains(self, num_bytes: int, ratio: float, native_bytes: int | None = None) -> dict[str, float]:
+        """By way."""
+        return {NATIVE: 1.0} | {way: self.gain(num_bytes, ratio, native_bytes, way) for way in WAYS}
+
+    def first(self, way: str, from_bytes: int = 1 << 10, natively: bool = True) -> int | None:
+        """The smallest power of two >= ``from_bytes``, up to 4 GiB, at which calls with the measured ratio go ``way``."""
+        sizes = (1 << bits for bits in range(max(10, (from_bytes - 1).bit_length()), 33))
+        return next((size for size in sizes if fastest(self.gains(size, self.ratio), natively=natively) == way), None)
 
     def zipped_from(self) -> int | None:
-        """The smallest power of two, up to 4 GiB, from which calls with the measured ratio are zipped; for reports."""
-        return next((1 << bits for bits in range(10, 33) if self.zipped_is_faster(1 << bits, self.ratio)), None)
+        """The same of calls that are zipped, whichever way; for reports."""
+        return min((size for way in WAYS if (size := self.first(way)) is not None), default=None)
+
+    def without_one_sided(self) -> "Costs":
+        return replace(self, one_sided=None)
+
+
+def fastest(gains: dict[str, float], present: str = NATIVE, natively: bool = True) -> str:
+    """The way of calls with these ``gains`` that went ``present`` so far. ``natively`` False: native is no choice."""
+    if present == NATIVE and not natively:
+        present = ZIPPED
+    best = max(WAYS, key=gains.get)
+    if present != NATIVE and gains[present] > (GAIN_TO_STAY if natively else 0) and gains[best] <= MIN_GAIN * gains[present]:
+        return present
+    if natively and gains[best] <= MIN_GAIN:
+        return NATIVE
+    spares_memory = best == ONE_SIDED and gains[ZIPPED] > MIN_GAIN and gains[ONE_SIDED] <= MIN_GAIN * gains[ZIPPED]
+    return ZIPPED if spares_memory else best

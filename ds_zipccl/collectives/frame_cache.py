@@ -16,6 +16,7 @@ from ds_zipccl.codec.format import OVERFLOW_BIT, SPILL_MASK, SPILL_SHIFT, SPILL_
 from ds_zipccl.codec.integrity import CODECS
 from ds_zipccl.collectives import all_gather, switch
 from ds_zipccl.collectives.cached import Piece, PieceGather, row_bytes
+from ds_zipccl.collectives.cost import ZIPPED
 from ds_zipccl.collectives.fingerprint import fingerprint, fingerprint_bytes
 from ds_zipccl.collectives.frame_slot import CacheStats, Slot
 from ds_zipccl.collectives.registry import Call
@@ -267,7 +268,7 @@ class FrameCache:
             example = Call(all_gather.SPEC.name, row, row, self.group)          # for its group, dtype and device
             measured.costs = switch.measure(all_gather.SPEC, example, self._probed(), self.runtime.state(self.group, self._device).side,
                                             self.runtime.config.level)
-        return measured.choose(whole_bytes, ratio)
+        return measured.way(whole_bytes, ratio) == ZIPPED
 
     def _probed(self) -> Callable[[Call], bool]:
         pieces: list[Piece] = []

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ds_zipccl.collectives import switch
 from ds_zipccl.collectives.capacity import Capacity
 from ds_zipccl.collectives.completer import WATCH, Completer
+from ds_zipccl.collectives.cost import ONE_SIDED
 from ds_zipccl.collectives.transport import SideChannel
 from ds_zipccl.collectives.windows import Windows
 from ds_zipccl.collectives.work import Pending
@@ -111,9 +112,21 @@ class GroupState:
         """What the switch knows of such calls."""
         return self._measured.setdefault((op, dtype), switch.Measured())
 
+    def goes_one_sided(self) -> bool:
+        """Whether the switch found that faster for any of the group's calls."""
+        return any(m.costs is not None and m.costs.one_sided is not None for m in self._measured.values())
+
     def switch_report(self) -> dict[str, int | None]:
-        """{"op dtype": bytes from which on such calls are zipped, None: never}, of what was measured."""
-        return {f"{op} {str(dtype).removeprefix('torch.')}": m.costs.zipped_from() for (op, dtype), m in self._measured.items() if m.costs}
+        """{"op dtype": bytes from which on such calls are zipped, None: never}, of what was measured; where symmetric memory is in use also
+        {"op dtype one-sided": bytes from which on they take it}."""
+        report = {}
+        for (op, dtype), measured in self._measured.items():
+            name, costs = f"{op} {str(dtype).removeprefix('torch.')}", measured.costs
+            if costs is not None:
+                report[name] = costs.zipped_from()
+                if costs.one_sided is not None:
+                    report[f"{name} one-sided"] = costs.first(ONE_SIDED)
+        return report
 
     def add(self, pending: Pending) -> None:
         with self._lock:

@@ -1,7 +1,9 @@
 """Which calls go over the one-sided transport (symmetric.py), and why others do not. The same on every rank of a group."""
 import itertools
 import json
+import logging
 import os
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from ds_zipccl.collectives.transport import group_timeout
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.stats import Stats
 
+log = logging.getLogger("ds_zipccl")
 _COUNT = itertools.count()          # torch knows memory by names that are used once in a process
 #: Why a call that could go one-sided goes over its process group, beside symmetric.why_not's reasons.
 REASONS = {
@@ -28,34 +31,71 @@ REASONS = {
 
 
 class OneSided:
-    """One group's transport, or why there is none (``why_not``). Made by all ranks at the same call; waits for them all."""
+    """One group's transport. ``open`` and ``close`` by all ranks at the same call; they wait for all of them.
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, store: dist.Store, num_bytes: int):
+    ``transport`` is None before the first, after the second, and where ``why_not`` says why the group has none.
+    """
+
+    def __init__(self, device: torch.device, store: dist.Store, num_bytes: int):
         """``store``: no other use of it has the prefix "one_sided". ``num_bytes`` of memory on every GPU."""
-        name, store = f"zipccl/{group.group_name}/{next(_COUNT)}", dist.PrefixStore("one_sided", store)
-        record, memory = symmetric.record_of(device), None
-        if "error" not in record:
-            try:
-                memory = symmetric.reserve(device, num_bytes)
-            except RuntimeError as error:
-                record["no_memory"] = str(error)
-        records = exchange(store, group.rank(), group.size(), record)
-        self.transport, self.why_not = None, symmetric.why_not(records)
+        self.transport: symmetric.SymmetricTransport | None = None
+        self.why_not: str | None = None
+        self.num_overflows = 0                  # of transports that are gone
+        self._device, self._store, self._num_bytes, self._num_opened = device, store, num_bytes, 0
+
+    def open(self, group: dist.ProcessGroup) -> None:
+        """What ranks are is asked once, whether they have memory each time. Never raises for what a group cannot do."""
+        if self.transport is not None or self.why_not not in (None, "no_memory"):
+            return
+        first, self._num_opened = self._num_opened == 0, self._num_opened + 1
+        if group.size() > symmetric.MAX_RANKS:
+            self.why_not = "too_many_ranks"
+            return
+        store = dist.PrefixStore(f"one_sided/{self._num_opened}", self._store)
+
+        def agree(name: str, record: dict) -> str | None:
+            return symmetric.why_not(exchange(dist.PrefixStore(name, store), group.rank(), group.size(), record))
+
+        self.why_not = agree("places", symmetric.place_of(self._device)) if first else None
+        if self.why_not is None:                # only now, for it may mean to compile
+            self.why_not = agree("kernels", symmetric.kernels_of()) if first else None
         if self.why_not is None:
-            self.transport = symmetric.open_transport(group, device, memory, dist.PrefixStore("memory", store), name,
-                                                      group_timeout(group, device))
+            self._open(group, store, agree)
+
+    def _open(self, group: dist.ProcessGroup, store: dist.Store, agree) -> None:
+        memory, record = None, {}
+        try:
+            memory = symmetric.reserve(self._device, self._num_bytes)
+        except RuntimeError as error:
+            record["no_memory"] = str(error)
+        self.why_not, transport, record = agree("memory", record), None, {}
+        if self.why_not is not None:
+            return
+        try:
+            transport = symmetric.open_transport(group, self._device, memory, dist.PrefixStore("addresses", store),
+                                                 f"zipccl/{group.group_name}/{next(_COUNT)}", group_timeout(group, self._device))
+        except Exception as error:              # torch's, of many kinds: a container that forbids it, a driver that cannot
+            log.info("symmetric memory of group %s", group.group_name, exc_info=True)
+            record["not_opened"] = str(error)
+        self.why_not = agree("opened", record)
+        if self.why_not is None:
+            self.transport = transport
+        elif transport is not None:
+            transport.abort()
 
     def close(self) -> None:
-        """All ranks at the same point; waits for the calls in flight."""
-        if self.transport is not None:
-            self.transport.close()
-            self.transport = None
+        """Waits for the calls in flight, and gives the memory back."""
+        self._end("close")
 
     def abort(self) -> None:
         """At once, on this rank alone."""
-        if self.transport is not None:
-            self.transport.abort()
-            self.transport = None
+        self._end("abort")
+
+    def _end(self, how: str) -> None:
+        transport, self.transport = self.transport, None
+        if transport is not None:
+            getattr(transport, how)()
+            self.num_overflows += transport.num_overflows
 
 
 def exchange(store: dist.Store, rank: int, world_size: int, record: dict) -> list[dict]:
@@ -69,9 +109,10 @@ def memory_bytes(config: ZipcclConfig) -> int:
     return min(config.max_workspace_bytes, int(os.environ.get("ZIPCCL_SYMMETRIC_BYTES", 1 << 30)))
 
 
-def reason_against(config: ZipcclConfig, kernels: str | None, spec: CollectiveSpec, call: Call) -> str | None:
-    """Why an eligible call is not for the transport, whatever the group: a key of REASONS, or None. ``kernels``: the set for its device."""
-    if spec.name not in _LAUNCH:
+def reason_by_kind(config: ZipcclConfig, kernels: str | None, name: str, call: Call) -> str | None:
+    """Why calls of the collective ``name``, on ``call``'s device and with its reduction, are not for the transport, whatever their sizes
+    and groups: a key of REASONS, or None. ``kernels``: the set for the device."""
+    if name not in _LAUNCH:
         return "collective"
     if call.device.type != "cuda" or kernels != "cuda":
         return "device"
@@ -79,10 +120,16 @@ def reason_against(config: ZipcclConfig, kernels: str | None, spec: CollectiveSp
         return "integrity"
     if config.window != "block":
         return "window"
+    return "average" if views.averages(call) and call.world_size & (call.world_size - 1) else None
+
+
+def reason_against(config: ZipcclConfig, kernels: str | None, spec: CollectiveSpec, call: Call) -> str | None:
+    """The same of an eligible call."""
+    reason = reason_by_kind(config, kernels, spec.name, call)
+    if reason is not None:
+        return reason
     if call.input_splits is not None or call.output_splits is not None:
         return "splits"
-    if views.averages(call) and call.world_size & (call.world_size - 1):
-        return "average"
     if spec.reduces and call.world_size > 2 and config.deterministic_reduce and getattr(config.collectives, spec.family) != "always":
         return "deterministic_reduce"
     # Of an all-to-all nobody has looked yet whether its pieces are worth it; a bound on frames does not concern calls in parts.
@@ -91,34 +138,73 @@ def reason_against(config: ZipcclConfig, kernels: str | None, spec: CollectiveSp
 
 
 class Router:
-    """Sends the calls of one Runtime over the transport, where they can go."""
+    """Sends the calls of one Runtime over the transport, where they can go, and has the switch measure it."""
 
     def __init__(self, config: ZipcclConfig, kernels: dict[str, str], stats: Stats):
-        self.wanted = config.transport == "symmetric_memory"
-        self._config, self._kernels = config, kernels
+        """``wanted``: all calls go one-sided that can; ``is_measured``: those that the switch finds faster so."""
+        self.wanted, self.is_measured = config.transport == "symmetric_memory", config.transport == "adaptive"
+        self._config, self._kernels, self._stats = config, kernels, stats
         self._groups: dict[int, OneSided] = {}             # by id of the group's state
         self._num_overflows = 0                            # of groups that are gone
         if self.wanted:
             stats.sections["one_sided"] = self._section
 
-    def run(self, spec: CollectiveSpec, call: Call, state, stats: Stats) -> dist.Work | None:
+    def reason_against(self, spec: CollectiveSpec, call: Call) -> str | None:
+        """Why an eligible call cannot go there, whatever its group."""
+        return reason_against(self._config, self._kernels.get(call.device.type), spec, call)
+
+    def run(self, spec: CollectiveSpec, call: Call, state) -> dist.Work | None:
         """Launches an eligible call and counts it; None, counted with the reason: it goes over its process group. ``state``: the group's;
         all ranks come here with the same calls in the same order."""
-        reason = reason_against(self._config, self._kernels.get(call.device.type), spec, call)
+        reason = self.reason_against(spec, call)
         if reason is None:
-            one_sided = self._groups.get(id(state))
-            if one_sided is None:
-                one_sided = self._groups[id(state)] = OneSided(call.group, call.device, state.side.store, memory_bytes(self._config))
+            one_sided = self._opened(call.group, call.device, state)
             reason = one_sided.why_not
         if reason is None:
-            call = views.as_sum(call)
-            work = _LAUNCH[spec.name](one_sided.transport, views.flat(call.output), views.flat(call.input))
+            state.settle()                      # what is sent again must be queued on all ranks before what waits for peers
+            work = _launch(spec.name, one_sided.transport, call)
             if work is not None:
-                stats.zipped(spec.name, spec.raw_bytes(call), work.sent_bytes, one_sided=True)
+                self._stats.zipped(spec.name, spec.raw_bytes(call), work.sent_bytes, one_sided=True)
                 return work
             reason = "small_memory"
-        stats.not_one_sided(spec.name, reason)
+        self._stats.not_one_sided(spec.name, reason)
         return None
+
+    def _opened(self, group: dist.ProcessGroup, device: torch.device, state) -> OneSided:
+        one_sided = self._groups.get(id(state))
+        if one_sided is None:
+            one_sided = self._groups[id(state)] = OneSided(device, state.side.store, memory_bytes(self._config))
+        if one_sided.transport is None:
+            one_sided.open(group)
+            if one_sided.transport is not None:
+                self._stats.sections["one_sided"] = self._section
+        return one_sided
+
+    def prober(self, spec: CollectiveSpec, call: Call, state) -> Callable[[Call], bool] | None:
+        """What carries out the switch's test calls for such calls: whether it could. None, counted and logged with the reason: the group
+        or its calls can't go there. All ranks at the same call, for the transport is opened."""
+        name = "all_to_all_single" if spec.pairwise else spec.name            # lists and splits of test calls are equal pieces too
+        reason = reason_by_kind(self._config, self._kernels.get(call.device.type), name, call)
+        if reason is None:
+            one_sided = self._opened(call.group, call.device, state)
+            reason = one_sided.why_not
+        if reason is not None:
+            if reason not in ("collective", "device"):          # which nobody expects
+                self._stats.not_one_sided(spec.name, reason)
+                log.info("%s on group %s is not measured one-sided: %s", spec.name, call.group.group_name, REASONS.get(reason, reason))
+            return None
+
+        def run(test: Call) -> bool:
+            state.settle()
+            work = _launch(name, one_sided.transport, test)
+            return work is not None and work.wait()
+
+        return run
+
+    def keep_what_wins(self, state) -> None:
+        """After something was measured, by all ranks: no memory is kept that no call of the group uses."""
+        if not self.wanted and not state.goes_one_sided() and (one_sided := self._groups.get(id(state))) is not None:
+            one_sided.close()
 
     def close(self, state) -> None:
         """Of a group, all ranks at the same point; waits for the calls in flight."""
@@ -130,18 +216,26 @@ class Router:
 
     def _end(self, state, end) -> None:
         one_sided = self._groups.pop(id(state), None)
-        if one_sided is not None and one_sided.transport is not None:
-            self._num_overflows += one_sided.transport.num_overflows
+        if one_sided is not None:
             end(one_sided)
+            self._num_overflows += one_sided.num_overflows
 
     def _section(self) -> tuple[dict, dict]:
         """A section of the step log: (frames that this rank has sent raw since they overflowed, groups that have the transport)."""
         transports = [group.transport for group in self._groups.values() if group.transport is not None]
-        return {"overflows": self._num_overflows + sum(t.num_overflows for t in transports)}, {"num_groups": len(transports)}
+        ended = self._num_overflows + sum(group.num_overflows for group in self._groups.values())
+        return {"overflows": ended + sum(t.num_overflows for t in transports)}, {"num_groups": len(transports)}
 
 
-_LAUNCH = {
-    "all_gather_into_tensor": symmetric.SymmetricTransport.all_gather,
-    "reduce_scatter_tensor": symmetric.SymmetricTransport.reduce_scatter,
-    "all_to_all_single": symmetric.SymmetricTransport.all_to_all,
-}
+def _launch(name: str, transport: symmetric.SymmetricTransport, call: Call) -> symmetric.SymmetricWork | None:
+    call = views.as_sum(call)
+    return getattr(transport, _LAUNCH[name])(_whole(call.output), _whole(call.input))
+
+
+def _whole(tensors) -> torch.Tensor:
+    """[n] of a tensor, or of a list whose rows lie one after another."""
+    return views.flat(tensors if isinstance(tensors, torch.Tensor) else views.as_rows(list(tensors)))
+
+
+#: The transport's method, by collective.
+_LAUNCH = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all"}

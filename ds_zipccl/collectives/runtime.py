@@ -19,6 +19,7 @@ from ds_zipccl.collectives import (  # noqa: F401  importing registers
 )
 from ds_zipccl.collectives import launch as launching
 from ds_zipccl.collectives.check import check
+from ds_zipccl.collectives.cost import ONE_SIDED, ZIPPED
 from ds_zipccl.collectives.group_state import GroupState
 from ds_zipccl.collectives.launch import STATUS_BYTES, Flight, Kind, Launch  # noqa: F401  others count status words too
 from ds_zipccl.collectives.native_calls import NativeCalls, list_signature, signature
@@ -73,13 +74,15 @@ class Runtime:
                 check(spec, call, self.state(call.group, call.device))
             state = None if reason else self.state(call.group, call.device)
         if reason is None and self._one_sided.wanted:
-            work = self._one_sided.run(spec, call, state, self.stats)
+            work = self._run_one_sided(spec, call, state, kind, zipped_key)
             if work is not None:
-                if kind is None:
-                    self._new_kind(zipped_key, spec, call, state)
                 return work
         if reason is None:
             reason = self._choose(spec, call, state)
+            if reason is ONE_SIDED:
+                work, reason = self._run_one_sided(spec, call, state, kind, zipped_key), None
+                if work is not None:
+                    return work
         if reason is None:
             inner, store = call, None
             if kind is None:
@@ -104,6 +107,13 @@ class Runtime:
                 store()
             return DoneWork(call.outputs)
         return None
+
+    def _run_one_sided(self, spec: CollectiveSpec, call: Call, state: GroupState, kind: Kind | None, key: tuple | None) -> dist.Work | None:
+        """None: over the process group."""
+        work = self._one_sided.run(spec, call, state)
+        if work is not None and kind is None:
+            self._new_kind(key, spec, call, state)
+        return work
 
     def _remember_native(self, key: tuple | None, spec: CollectiveSpec, call: Call, reason: str, raw_bytes: int,
                          state: GroupState | None) -> None:
@@ -213,19 +223,21 @@ class Runtime:
                 self._forget_calls(states.pop(kind))
 
     def _choose(self, spec: CollectiveSpec, call: Call, state: GroupState) -> str | None:
-        """None: zipped. Else the reason for native."""
-        choice = getattr(self.config.collectives, spec.family)
-        if choice == "always":
+        """None: zipped; ONE_SIDED: the same over symmetric memory. Else the reason for native."""
+        choice, router = getattr(self.config.collectives, spec.family), self._one_sided if self._one_sided.is_measured else None
+        if choice == "always" and (router is None or router.reason_against(spec, call) is not None):
             return None
-        if spec.reduces and call.world_size > 2 and self.config.deterministic_reduce:
+        if choice != "always" and spec.reduces and call.world_size > 2 and self.config.deterministic_reduce:
             return "deterministic_reduce"
         kinds: list[tuple[Call, Kind]] = []
         run_zipped = functools.partial(self._run_to_end, spec, state=state, kinds=kinds)
-        decide = switch.pairs_are_measured if spec.pairwise else switch.choose
-        is_faster = decide(spec, call, run_zipped, state, self.config)
+        choose = switch.choose_for_pairs if spec.pairwise else switch.choose
+        way = choose(spec, call, run_zipped, state, self.config, router)
         if kinds:
             self.workspace.drop(lambda flight: flight.launch.trial)
-        return None if is_faster else "native_is_faster"
+        if way == ONE_SIDED:
+            return ONE_SIDED
+        return None if way == ZIPPED or choice == "always" else "native_is_faster"
 
     def _switch_report(self) -> tuple[dict, dict]:
         """A section of the step log: (no counters, from how many bytes on calls of each group are zipped)."""

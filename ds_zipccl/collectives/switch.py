@@ -1,4 +1,5 @@
-"""Native or zipped: measured per group, collective and dtype, agreed by all ranks, then decided by a cost model for every call.
+"""Native, zipped, or zipped one-sided: measured per group, collective and dtype, agreed by all ranks, then decided by a cost model for
+every call.
 
 Each rank has the same costs, because they are exchanged when they are measured, and the same capacities; so it comes to the same decision
 without talking. What is measured again, and when, follows from the number of calls, which all ranks count alike. Data that changes needs no
@@ -16,15 +17,18 @@ import torch
 
 from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.codec.format import layout
-from ds_zipccl.collectives.cost import GAIN_TO_STAY, MIN_GAIN, Costs, Curve
+from ds_zipccl.collectives.cost import MIN_GAIN, NATIVE, ONE_SIDED, ZIPPED, Costs, Curve, fastest
 from ds_zipccl.collectives.pairs import reason_for_raw
 from ds_zipccl.collectives.registry import Call, CollectiveSpec
 
 log = logging.getLogger("ds_zipccl")
-PROBE_SIZES = (1 << 18, 1 << 21, 1 << 24)           # bytes of the whole tensor
-PROBE_ROUNDS = 3
+#: By device: bytes of the whole tensor. A GPU's calls are bound by the host up to some 16 MiB, so what links give shows beyond.
+PROBE_SIZES = {"cpu": (1 << 18, 1 << 21, 1 << 24), "cuda": (1 << 20, 1 << 22, 1 << 24, 1 << 26)}
+PROBE_ROUNDS = {"cpu": 3, "cuda": 7}                # of which the median counts
 MAX_SIZES = 4096
+NO_CHOICE = Costs(Curve((1, 2), (1.0, 1.0)), Curve((1, 2), (0.0, 0.0)), 1.0)          # what must be zipped, one way alone
 ASK_EACH_CALL = 8                  # all-to-alls in which the ranks ask each other whether anyone could zip; then ever fewer
+COULD_ZIP, HAS_SPLITS = 1, 2       # what a rank says of itself in such a call
 
 
 @dataclass
@@ -32,8 +36,9 @@ class Measured:
     """What the switch knows of one collective and dtype on a group."""
     costs: Costs | None = None
     num_calls: int = 0             # that were eligible
-    zipped: set[tuple] = field(default_factory=set)          # sizes whose last call was zipped: what all ranks carried out together
-    _gains: tuple[Costs | None, dict[tuple, float]] = field(default_factory=lambda: (None, {}))         # found with these costs
+    ways: dict[tuple, str] = field(default_factory=dict)     # of sizes that were not native last time: what all ranks carried out together
+    has_splits: bool = False       # "pair": some rank passes split lists, so others may not take equal pieces for everybody's
+    _gains: tuple[Costs | None, dict[tuple, dict]] = field(default_factory=lambda: (None, {}))         # found with these costs
 
     def due(self, reprobe_calls: int) -> bool:
         """Counts a call; whether its costs must be measured first."""
@@ -44,28 +49,28 @@ class Measured:
     def is_due_next(self, reprobe_calls: int) -> bool:
         return self.costs is None or bool(reprobe_calls) and (self.num_calls + 1) % reprobe_calls == 0
 
-    def choose(self, num_bytes: int, ratio: float, native_bytes: int | None = None) -> bool:
-        """Whether a call of that size is to be zipped. ``native_bytes``: what it is natively, if another."""
+    def way(self, num_bytes: int, ratio: float, native_bytes: int | None = None, natively: bool = True) -> str:
+        """How a call of that size is to go. ``native_bytes``: what it is natively, if another. ``natively`` False: native is no choice."""
         size = num_bytes, native_bytes
-        answer = self.gain(num_bytes, ratio, native_bytes) > (GAIN_TO_STAY if size in self.zipped else MIN_GAIN)
-        if len(self.zipped) >= MAX_SIZES:
-            self.zipped.clear()
-        if answer:
-            self.zipped.add(size)
+        way = fastest(self.gains(num_bytes, ratio, native_bytes), self.ways.get(size, NATIVE), natively)
+        if len(self.ways) >= MAX_SIZES:
+            self.ways.clear()
+        if way == NATIVE:
+            self.ways.pop(size, None)
         else:
-            self.zipped.discard(size)
-        return answer
+            self.ways[size] = way
+        return way
 
-    def gain(self, num_bytes: int, ratio: float, native_bytes: int | None = None) -> float:
-        """Of the present costs, see ``Costs.gain``; each found once."""
-        costs, gains = self._gains
-        if costs is not self.costs or len(gains) >= MAX_SIZES:
-            self._gains = costs, gains = self.costs, {}
+    def gains(self, num_bytes: int, ratio: float, native_bytes: int | None = None) -> dict[str, float]:
+        """Of the present costs, see ``Costs.gains``; each found once."""
+        costs, known = self._gains
+        if costs is not self.costs or len(known) >= MAX_SIZES:
+            self._gains = costs, known = self.costs, {}
         key = num_bytes, ratio, native_bytes
-        gain = gains.get(key)
-        if gain is None:
-            gain = gains[key] = self.costs.gain(num_bytes, ratio, native_bytes)
-        return gain
+        gains = known.get(key)
+        if gains is None:
+            gains = known[key] = self.costs.gains(num_bytes, ratio, native_bytes)
+        return gains
 
 
 def _timed_us(run, device: torch.device) -> float:
@@ -83,27 +88,25 @@ def frame_ratio(dtype: torch.dtype, numel: int, spill_per_tile: int | None = Non
     return numel * dtype.itemsize / layout(BY_TORCH[dtype], max(numel, 1), level=level, **more).frame_bytes
 
 
-def measure(spec: CollectiveSpec, call: Call, run_zipped: Callable[[Call], bool], side, level: int = 1) -> Costs:
+def measure(spec: CollectiveSpec, call: Call, run_zipped: Callable[[Call], bool], side, level: int = 1,
+            run_one_sided: Callable[[Call], bool] | None = None) -> Costs:
     """The costs of such calls, the same on every rank of the group: all must come here at the same call.
 
-    Runs 2 x (1 + PROBE_ROUNDS) collectives of each PROBE_SIZES on the call's group, native and zipped in turns, on synthetic Gaussians; the
-    slowest rank's medians count, exchanged over ``side``. ``run_zipped(call)`` carries out a zipped call to its end, or returns False.
+    Runs 1 + PROBE_ROUNDS collectives of each PROBE_SIZES on the call's group by each way, in turns, on synthetic Gaussians; the slowest
+    rank's medians count, exchanged over ``side``. ``run_zipped(call)``, ``run_one_sided(call)`` carry out such a call to its end, or return
+    False, on all ranks. One-sided results are compared with the others: a rank that sees a difference rules that way out for all.
     """
-    device, times = call.device, {"native": [], "zipped": []}
-    for size in PROBE_SIZES:
-        native, zipped = _medians(spec, _test_call(spec, call, size), run_zipped)
-        times["native"].append(native)
-        times["zipped"].append(zipped)
-    mine = torch.tensor([*times["native"], *times["zipped"]], dtype=torch.float64, device=device)
+    device, sizes = call.device, PROBE_SIZES[call.device.type]
+    times = [_medians(spec, _test_call(spec, call, size), run_zipped, run_one_sided) for size in sizes]
+    mine = torch.tensor(list(zip(*times, strict=True)), dtype=torch.float64, device=device).view(-1)
     gathered = torch.empty(mine.numel() * call.world_size, dtype=torch.float64, device=device)
     side.all_gather(gathered, mine).wait()
-    slowest = gathered.view(call.world_size, -1).amax(0).tolist()
-    points = len(PROBE_SIZES)
-    costs = Costs(Curve(PROBE_SIZES, tuple(slowest[:points])), Curve(PROBE_SIZES, tuple(slowest[points:])),
-                  frame_ratio(call.dtype, PROBE_SIZES[-1] // call.dtype.itemsize // call.world_size, level=level))
-    log.info("%s of %s on group %s: native %s us, zipped %s us at %s bytes; zipped from %s bytes on", call.op, call.dtype,
-             call.group.group_name, *([round(t) if math.isfinite(t) else t for t in c.times_us] for c in (costs.native, costs.zipped)),
-             list(PROBE_SIZES), costs.zipped_from())
+    native, zipped, one_sided = (Curve(sizes, tuple(row)) for row in gathered.view(call.world_size, 3, -1).amax(0).tolist())
+    costs = Costs(native, zipped, frame_ratio(call.dtype, sizes[-1] // call.dtype.itemsize // call.world_size, level=level),
+                  one_sided if all(map(math.isfinite, one_sided.times_us)) else None)
+    log.info("%s of %s on group %s: native %s us, zipped %s us, one-sided %s us at %s bytes; zipped from %s bytes on, one-sided from %s",
+             call.op, call.dtype, call.group.group_name, *([round(t) if math.isfinite(t) else t for t in c.times_us] for c in (
+                 native, zipped, one_sided)), list(sizes), costs.zipped_from(), costs.first(ONE_SIDED))
     return costs
 
 
@@ -115,54 +118,96 @@ def _test_call(spec: CollectiveSpec, call: Call, whole_bytes: int) -> Call:
     return test
 
 
-def _medians(spec: CollectiveSpec, test: Call, run_zipped) -> tuple[float, float]:
-    """(native, zipped) microseconds on this rank."""
-    native, zipped = [], []
-    can_zip = run_zipped(test)
-    for turn in range(1 + PROBE_ROUNDS):
-        times = _timed_us(lambda: spec.native(test).wait(), test.device), \
-            _timed_us(lambda: run_zipped(test), test.device) if can_zip else math.inf
-        if turn:
-            native.append(times[0])
-            zipped.append(times[1])
-    return statistics.median(native), statistics.median(zipped)
+def _medians(spec: CollectiveSpec, test: Call, run_zipped, run_one_sided) -> list[float]:
+    """Microseconds on this rank: native, zipped, one-sided (None: not at all)."""
+    def natively(test: Call) -> bool:
+        return spec.native(test).wait()
+
+    runs, is_right = [natively, run_zipped if run_zipped(test) else None, None], True          # a first time, which is not measured
+    if run_one_sided is not None:
+        for t in test.outputs:
+            t.zero_()
+        if run_one_sided(test):
+            runs[2], is_right = run_one_sided, _is_right(test, runs[1] or natively)
+    times = [[] for _ in runs]
+    for turn in range(1 + PROBE_ROUNDS[test.device.type]):
+        for run, seen in zip(runs, times, strict=True):
+            time_us = math.inf if run is None else _timed_us(functools.partial(run, test), test.device)
+            if turn:
+                seen.append(time_us)
+    native, zipped, one_sided = map(statistics.median, times)
+    return [native, zipped, one_sided if is_right else math.inf]        # the other ranks found it right perhaps, so all have carried it out
 
 
-def choose(spec: CollectiveSpec, call: Call, run_zipped, state, config) -> bool:
-    """Whether an eligible call with one layout for all ranks is to be zipped."""
-    measured = state.measured(call.op, call.dtype)
+def _is_right(test: Call, run_again) -> bool:
+    """Whether the outputs have the bits that ``run_again`` gives them."""
+    results = [t.clone() for t in test.outputs]
+    run_again(test)
+    bad = sum(int((a.view(torch.int16) != b.view(torch.int16)).sum()) for a, b in zip(results, test.outputs, strict=True))
+    if bad:
+        log.error("%d elements of a one-sided %s are wrong on rank %d of group %s: it is not used", bad, test.op, test.rank,
+                  test.group.group_name)
+    return not bad
+
+
+def _costs(key: str, spec: CollectiveSpec, call: Call, run_zipped, state, config, router) -> Measured:
+    """What is known of such calls, measured first where that is due."""
+    measured = state.measured(key, call.dtype)
     if measured.due(config.reprobe_calls):
-        measured.costs = measure(spec, call, run_zipped, state.side, config.level)
+        run_one_sided = None if router is None or measured.has_splits else router.prober(spec, call, state)
+        if _natively(spec, config) or run_one_sided is not None:
+            costs = measure(spec, call, run_zipped, state.side, config.level, run_one_sided)
+            measured.costs = costs if costs.first(ONE_SIDED, config.min_bytes, _natively(spec, config)) else costs.without_one_sided()
+        else:
+            measured.costs = NO_CHOICE
+        if router is not None:
+            router.keep_what_wins(state)
+    return measured
+
+
+def _natively(spec: CollectiveSpec, config) -> bool:
+    """Whether native is a choice. Else it is between two ways to zip."""
+    return getattr(config.collectives, spec.family) != "always"
+
+
+def choose(spec: CollectiveSpec, call: Call, run_zipped, state, config, router=None) -> str:
+    """How an eligible call with one layout for all ranks is to go. ``router``: a ``one_sided.Router``, if that is a way to be measured."""
+    was = state.measured(call.op, call.dtype).costs
+    measured = _costs(call.op, spec, call, run_zipped, state, config, router)
+    if measured.costs is not was:
         state.forget_rooms(call.op, call.dtype)         # calls that went native for their data's ratio: nobody saw it since
     numel = spec.row_numel(call)
     spill = state.likely_spill(call.op, call.dtype, numel, spec.first_spill)
     native_bytes = None if spec.native_numel is None else spec.native_numel(call) * call.dtype.itemsize
-    return measured.choose(spec.whole_numel(call) * call.dtype.itemsize, frame_ratio(call.dtype, numel, spill, config.level), native_bytes)
+    return measured.way(spec.whole_numel(call) * call.dtype.itemsize, frame_ratio(call.dtype, numel, spill, config.level), native_bytes,
+                        _natively(spec, config))
 
 
-def pairs_are_measured(spec: CollectiveSpec, call: Call, run_zipped, state, config) -> bool:
-    """Whether the costs of the group's all-to-alls of the call's dtype are known; pieces are then decided one by one (``choose_pair``).
+def choose_for_pairs(spec: CollectiveSpec, call: Call, run_zipped, state, config, router=None) -> str:
+    """The same of an all-to-all. ZIPPED: each of its pieces is decided by itself (``choose_pair``); NATIVE: nothing is known yet.
 
     Sizes differ from pair to pair, so no rank alone could decide to measure: all do once somebody has had a piece that could be zipped.
     """
-    measured = state.measured("pair", call.dtype)
-    if measured.costs is None:
-        numel = spec.row_numel(call)
-        if not _somebody_asks(call, state, reason_for_raw(numel, call.dtype, numel * call.world_size, config)):
-            return False
-    if measured.due(config.reprobe_calls):
-        measured.costs = measure(spec, call, run_zipped, state.side, config.level)
-    return True
+    measured, numel = state.measured("pair", call.dtype), spec.row_numel(call)
+    if measured.costs is None and not _somebody_asks(call, state, measured,
+                                                     reason_for_raw(numel, call.dtype, numel * call.world_size, config)):
+        return NATIVE
+    measured = _costs("pair", spec, call, run_zipped, state, config, router)
+    if measured.costs.one_sided is None or router.reason_against(spec, call) is not None:
+        return ZIPPED
+    way = measured.way(numel * call.dtype.itemsize * call.world_size, frame_ratio(call.dtype, numel, level=config.level),
+                       natively=_natively(spec, config))
+    return ONE_SIDED if way == ONE_SIDED else ZIPPED
 
 
 def choose_pair(state, dtype: torch.dtype, numel: int, world_size: int, level: int = 1) -> bool:
     """Whether a piece of ``numel`` elements is to be zipped. A function of what both its ends know: without memory of other pieces."""
     measured = state.measured("pair", dtype)
     return measured.costs is not None and (
-        measured.gain(numel * dtype.itemsize * world_size, frame_ratio(dtype, numel, level=level)) > MIN_GAIN)
+        measured.gains(numel * dtype.itemsize * world_size, frame_ratio(dtype, numel, level=level))[ZIPPED] > MIN_GAIN)
 
 
-def _somebody_asks(call: Call, state, why_not: str | None) -> bool:
+def _somebody_asks(call: Call, state, measured: Measured, why_not: str | None) -> bool:
     """Whether on any rank of the group ``why_not`` was None in an earlier call; the same answer on every rank, without waiting: each
     call (later: calls that are powers of two) asks, and the next one reads the answers."""
     answers, state.answers, state.num_asked = state.answers, None, state.num_asked + 1
@@ -170,10 +215,13 @@ def _somebody_asks(call: Call, state, why_not: str | None) -> bool:
         flags, work = answers
         with torch.cuda.stream(state.status_stream):
             work.wait()
-            if any(flags.tolist()):
-                return True
+            flags = flags.tolist()
+        measured.has_splits = measured.has_splits or any(flag & HAS_SPLITS for flag in flags)
+        if any(flag & COULD_ZIP for flag in flags):
+            return True
     if state.num_asked <= ASK_EACH_CALL or state.num_asked & state.num_asked - 1 == 0:
         flags = torch.empty(call.world_size, dtype=torch.int32, device=call.device)
-        own = torch.full((1,), int(why_not is None), dtype=torch.int32, device=call.device)
+        mine = COULD_ZIP * (why_not is None) + HAS_SPLITS * (call.input_splits is not None or call.output_splits is not None)
+        own = torch.full((1,), mine, dtype=torch.int32, device=call.device)
         state.answers = flags, state.side.all_gather(flags, own)
     return False

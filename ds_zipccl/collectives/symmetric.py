@@ -24,13 +24,14 @@ from ds_zipccl.collectives import streams
 from ds_zipccl.kernels.cuda_calls import packed_geometry, workspace_words
 from ds_zipccl.kernels.geometry import Geometry
 from ds_zipccl.kernels.symmetric_calls import Exchange, Part
-from zipscape.errors import BuildError
+from zipscape.errors import ZipScapeError
 
 ALIGN_BYTES = 128
 NUM_LANES = 2               # streams on which copy engines take turns: one begins while another ends
 NUM_IN_RING = 8             # messages of a call that have room: some on their way here, and peers may be as far behind
 FIRST_PART_BYTES, LAST_PART_BYTES = 8 << 20, 64 << 20      # raw bytes of a row in the smallest and largest parts of a large call
 MAX_STORED_BYTES = 16 << 20                                # of a row that encode writes to the one peer, rather than copy engines
+MAX_RANKS = 64              # of a group: its words have room for no more (kMaxRanks)
 MAX_KEPT = 32               # calls whose tensors are kept at most: beyond, the oldest is joined
 
 
@@ -149,7 +150,7 @@ class SymmetricTransport:
         self._engine, self._workspace, self._room, self._overflows, self._keep_alive = engine, workspace, room, overflows, keep_alive
         self._status = torch.zeros(1, dtype=torch.int32, device=device)
         self._status_at = self._status.data_ptr()
-        self._num_calls, self._kept = 0, deque()
+        self._num_calls, self._kept, self._ended = 0, deque(), False
         self.first_bytes, self.largest_bytes, self.stored_bytes = FIRST_PART_BYTES, LAST_PART_BYTES, MAX_STORED_BYTES
         self.num_lanes, self.spill_per_tile = NUM_LANES, DEFAULT_SPILL_PER_TILE
 
@@ -217,10 +218,11 @@ class SymmetricTransport:
         return self._run(data.dtype, n, x, n * item, out.data_ptr(), 0, (out, data), own=x + self.rank * n * item)
 
     def join(self, call: int) -> None:
-        self._engine.join(call, streams.current(self.device))
+        if not self._ended:
+            self._engine.join(call, streams.current(self.device))
 
     def is_done(self, call: int) -> bool:
-        return self._engine.is_done(call)
+        return self._ended or self._engine.is_done(call)
 
     def close(self) -> None:
         """All ranks at the same point; waits for the calls in flight, of which none may be captured."""
@@ -235,6 +237,8 @@ class SymmetricTransport:
             _NEVER_FREED.append((self._engine, self._keep_alive, self._kept, self._status))
 
     def _end(self) -> None:
+        """Nothing is in flight: who waits for a call afterwards need not."""
+        self._ended = True
         self._engine.close()
         self._kept.clear()
         self._keep_alive = None
@@ -244,40 +248,41 @@ _NEVER_FREED: list = []
 
 
 def why_not(records: list[dict]) -> str | None:
-    """Why a group cannot use the transport, from what each rank says of itself: ``host``, ``uuid`` of its GPU, ``peers``: for the other
-    GPUs that it sees, by uuid, whether it can access their memory; ``max_ranks``; ``error``: its kernels could not be built;
-    ``no_memory``: it could not allocate."""
-    uuids = [record["uuid"] for record in records]
-    if len({record["host"] for record in records}) > 1:
-        return "hosts"
-    if len(set(uuids)) < len(uuids):
-        return "same_gpu"
-    if any(record.get("error") for record in records):
-        return "not_built"
-    if len(records) > min(record["max_ranks"] for record in records):
-        return "too_many_ranks"
-    if not all(record["peers"].get(uuid) for record in records for uuid in uuids if uuid != record["uuid"]):
-        return "no_peer_access"
-    return "no_memory" if any(record.get("no_memory") for record in records) else None
+    """Why a group cannot use the transport, from what each rank says of itself, as far as they were asked: ``host``, ``uuid`` of its GPU,
+    ``peers``: for the other GPUs that it sees, by uuid, whether it can access their memory; ``error``: its kernels could not be built;
+    ``no_memory``: it could not allocate; ``not_opened``: torch could not show it the others' memory."""
+    if "uuid" in records[0]:
+        uuids = [record["uuid"] for record in records]
+        if len({record["host"] for record in records}) > 1:
+            return "hosts"
+        if len(set(uuids)) < len(uuids):
+            return "same_gpu"
+        if not all(record["peers"].get(uuid) for record in records for uuid in uuids if uuid != record["uuid"]):
+            return "no_peer_access"
+    found = {reason for record in records for reason in record if record[reason]}
+    return "not_built" if "error" in found else "no_memory" if "no_memory" in found else "not_opened" if "not_opened" in found else None
 
 
-def record_of(device: torch.device) -> dict:
-    """What ``why_not`` needs of this rank, but for ``no_memory``."""
-    from ds_zipccl.kernels import impl_cuda, symmetric_calls
-
+def place_of(device: torch.device) -> dict:
+    """What ``why_not`` needs to know of this rank's host and GPU."""
     def uuid(index: int) -> str:
         return str(torch.cuda.get_device_properties(index).uuid)
 
     others = [index for index in range(torch.cuda.device_count()) if index != device.index]
-    record = {"host": Path("/proc/sys/kernel/random/boot_id").read_text().strip(), "uuid": uuid(device.index),
-              "peers": {uuid(index): torch.cuda.can_device_access_peer(device.index, index) for index in others}}
+    return {"host": Path("/proc/sys/kernel/random/boot_id").read_text().strip(), "uuid": uuid(device.index),
+            "peers": {uuid(index): torch.cuda.can_device_access_peer(device.index, index) for index in others}}
+
+
+def kernels_of() -> dict:
+    """The same of its kernels, which are built if they must be."""
+    from ds_zipccl.kernels import impl_cuda, symmetric_calls
     try:
         if impl_cuda.load().c_encode() is None:
-            record["error"] = "the CUDA kernels were compiled by NVRTC, which has no C launchers"
-        record["max_ranks"] = symmetric_calls.load().max_ranks
-    except BuildError as error:
-        record["error"] = str(error)
-    return record
+            return {"error": "the CUDA kernels were compiled by NVRTC, which has no C launchers"}
+        symmetric_calls.load()
+    except ZipScapeError as error:
+        return {"error": str(error)}
+    return {}
 
 
 def reserve(device: torch.device, num_bytes: int) -> torch.Tensor:

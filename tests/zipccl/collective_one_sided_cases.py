@@ -1,9 +1,16 @@
 """Cases run on every rank by test_collectives.py: ``transport: symmetric_memory``. One-sided on GPUs of one host; on CPUs the same calls go
-over the process group, counted with the reason."""
+over the process group, counted with the reason. ``transport: adaptive``: with times that are made up; without GPUs over a stand-in."""
+import contextlib
+import math
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
 
+from ds_zipccl.collectives import one_sided, switch
 from ds_zipccl.collectives.registry import Call
+from ds_zipccl.collectives.transport import all_gather_bytes
+from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits
 from tests.helpers.ranks import DEVICE
 from tests.zipccl.collective_helpers import A2A, AG, RS, begin, gathered, rank_order_sum, runtime
@@ -94,7 +101,7 @@ def case_the_runtime_asks_once_what_is_eligible(rank, world):
     asked, taken = [], []
     with runtime(transport="symmetric_memory") as live:
         router = live._one_sided
-        router.run = lambda spec, call, state, stats: (taken.append(call.op), spec.native(call))[1]
+        router.run = lambda spec, call, state: (taken.append(call.op), spec.native(call))[1]
         router.close = lambda state: taken.append("closed")
         for i in range(3):
             call, result = exchange(AG, rank, world, 50_000, 7 * i)
@@ -115,3 +122,199 @@ def case_a_group_after_another(rank, world):
             assert_same_bits(out, gathered(data, world), turn)
             live.close(group)
         dist.destroy_process_group(group)
+
+
+class StandIn:
+    """A transport over the group's own collectives. ``spoil(out)``: what it does to a result."""
+
+    def __init__(self, group, spoil=lambda out: None):
+        self.group, self.spoil, self.num_calls, self.num_overflows, self.is_open = group, spoil, 0, 0, True
+
+    def _done(self, out, data):
+        assert self.is_open
+        self.num_calls += 1
+        self.spoil(out)
+        return SimpleNamespace(wait=lambda: True, sent_bytes=data.nbytes // 2)
+
+    def all_gather(self, out, own):
+        all_gather_bytes(out.view(torch.uint8), own.contiguous().view(torch.uint8), self.group).wait()
+        return self._done(out, own)
+
+    def all_to_all(self, out, data):
+        dist.all_to_all_single(out, data, group=self.group)
+        return self._done(out, data)
+
+    def reduce_scatter(self, out, data):
+        rows = torch.empty_like(data)
+        dist.all_to_all_single(rows, data, group=self.group)
+        sum_in_order(rows.view(self.group.size(), -1), out)
+        return self._done(out, data)
+
+    def close(self):
+        self.is_open = False
+
+    abort = close
+
+
+SMALL, MIDDLE, LARGE = 1 << 16, 1 << 18, 1 << 20           # probed, in bytes of the whole tensor
+SLOW = 1e6
+
+
+@contextlib.contextmanager
+def adaptive(times, why_not=None, spoil=lambda out: None, **settings):
+    """A runtime that measures at three sizes; ``times(size, num_measured)``: microseconds natively, zipped, one-sided. On a CPU its groups'
+    transports are stand-ins, listed in ``live.opened``, and ``spoil`` spoils their results; or a group has none, and ``why_not``."""
+    kept = {(owner, name): getattr(owner, name) for owner, name in (
+        (switch, "PROBE_SIZES"), (switch, "PROBE_ROUNDS"), (switch, "_medians"), (one_sided.OneSided, "open"),
+        (one_sided, "reason_by_kind"))}
+    opened, num_measured = [], []
+
+    def medians(spec, test, run_zipped, run_one_sided):
+        seen = kept[switch, "_medians"](spec, test, run_zipped, run_one_sided)
+        size = max(t.nbytes for t in (*test.inputs, *test.outputs))
+        num_measured.append(size)
+        made_up = times(min((SMALL, MIDDLE, LARGE), key=lambda probed: abs(probed - size)), (len(num_measured) - 1) // 3)
+        return [b if math.isfinite(a) else a for a, b in zip(seen, made_up, strict=True)]
+
+    def open_(self, group):
+        if why_not is None:
+            opened.append(StandIn(group, spoil))
+            self.transport = opened[-1]
+        self.why_not = why_not
+
+    switch.PROBE_SIZES, switch.PROBE_ROUNDS = dict.fromkeys(("cpu", "cuda"), (SMALL, MIDDLE, LARGE)), dict.fromkeys(("cpu", "cuda"), 1)
+    switch._medians = medians
+    if not ONE_SIDED:
+        one_sided.OneSided.open = open_
+        by_kind = kept[one_sided, "reason_by_kind"]
+        one_sided.reason_by_kind = lambda config, kernels, name, call: None if by_kind(config, kernels, name, call) == "device" else (
+            by_kind(config, kernels, name, call))
+    try:
+        with runtime(**{"transport": "adaptive", "collectives": "adaptive", "deterministic_reduce": False, **settings}) as live:
+            live.opened = opened
+            yield live
+    finally:
+        for (owner, name), value in kept.items():
+            setattr(owner, name, value)
+
+
+def ways_taken(live, op, rank, world, sizes, seed=0) -> list[str]:
+    """Of calls of so many bytes, one after another; the results must be right."""
+    ways = []
+    for i, size in enumerate(sizes):
+        before = live.stats.snapshot().get(op, {"calls_zipped": 0, "calls_one_sided": 0})
+        call, result = exchange(op, rank, world, size // 2 // world, seed + 100 * i)
+        begin(live, call)[0].wait()
+        if op != RS or world == 2 or live.stats.snapshot()[op]["calls_zipped"] > before["calls_zipped"]:
+            assert_same_bits(call.output, result, (op, size))           # native sums are in an order of their own
+        after = live.stats.snapshot()[op]
+        ways.append("one-sided" if after["calls_one_sided"] > before["calls_one_sided"] else
+                    "zipped" if after["calls_zipped"] > before["calls_zipped"] else "native")
+    everyones = [None] * world
+    dist.all_gather_object(everyones, ways)
+    assert all(other == ways for other in everyones), everyones
+    return ways
+
+
+def each_in_turn(size, _):
+    return {SMALL: (100, 200, 300), MIDDLE: (300, 200, 250), LARGE: (1200, 800, 400)}[size]
+
+
+def case_the_switch_picks_each_of_three_ways(rank, world):
+    with adaptive(each_in_turn) as live:
+        for op in (AG, RS, A2A):
+            ways_taken(live, op, rank, world, [SMALL] * 2 * (op == A2A))            # the first asks who could zip, the second measures
+            assert ways_taken(live, op, rank, world, [SMALL, MIDDLE, LARGE] * 2) == ["native", "zipped", "one-sided"] * 2, op
+            name = "pair" if op == A2A else op
+            report = live._switch_report()[1][dist.group.WORLD.group_name]
+            assert report[f"{name} bfloat16"] == MIDDLE and MIDDLE < report[f"{name} bfloat16 one-sided"] <= LARGE, report
+        assert live.stats.sections["one_sided"]()[1] == {"num_groups": 1}
+        assert ONE_SIDED or len(live.opened) == 1, "one transport for all collectives"
+        rows = live.stats.snapshot()
+        assert [(rows[op]["calls_one_sided"], rows[op]["not_one_sided"]) for op in (AG, RS, A2A)] == [(2, {})] * 3
+
+
+def case_without_a_gain_no_memory_is_kept(rank, world):
+    """And a call costs what it costs where there is no such transport."""
+    with adaptive(lambda size, _: (100, 90, 89)) as live:
+        assert ways_taken(live, AG, rank, world, [SMALL, LARGE, SMALL]) == ["zipped"] * 3
+        assert live.stats.sections["one_sided"]()[1] == {"num_groups": 0}
+        assert live.state(dist.group.WORLD, torch.get_default_device()).measured(AG, BF16).costs.one_sided is None
+        assert ONE_SIDED or [stand_in.is_open for stand_in in live.opened] == [False]
+        assert not any("one-sided" in name for name in live._switch_report()[1][dist.group.WORLD.group_name])
+
+
+def case_measuring_again_changes_the_way(rank, world):
+    """All ranks at the same call; the memory goes when the last collective has no use for it, and comes back."""
+    def times(size, num_measured):
+        return [(100, SLOW, 50), (100, SLOW, 50), (100, 50, SLOW), (100, SLOW, 50), (100, SLOW, SLOW), (100, SLOW, SLOW)][num_measured]
+
+    with adaptive(times, reprobe_calls=3) as live:
+        assert ways_taken(live, AG, rank, world, [LARGE] * 2) == ["one-sided"] * 2
+        assert ways_taken(live, RS, rank, world, [LARGE] * 2) == ["one-sided"] * 2
+        assert ways_taken(live, AG, rank, world, [LARGE] * 3) == ["zipped"] * 3             # the third of six measures
+        assert live.stats.sections["one_sided"]()[1] == {"num_groups": 1}
+        assert ways_taken(live, AG, rank, world, [LARGE] * 3) == ["one-sided"] * 3          # the sixth
+        assert ways_taken(live, AG, rank, world, [LARGE]) == ["native"]
+        assert live.stats.sections["one_sided"]()[1] == {"num_groups": 1}
+        assert ways_taken(live, RS, rank, world, [LARGE]) == ["native"]
+        assert live.stats.sections["one_sided"]()[1] == {"num_groups": 0}
+
+
+def case_ranks_that_see_other_times_go_the_same_ways(rank, world):
+    random = torch.Generator("cpu").manual_seed(rank)
+    with adaptive(lambda size, _: (1e4 * torch.rand(3, generator=random, device="cpu")).tolist(), reprobe_calls=2) as live:
+        seen = [way for turn in range(4) for op in (AG, A2A) for way in ways_taken(live, op, rank, world, [SMALL, LARGE] * 2, 1000 * turn)]
+        assert {"native", "zipped", "one-sided"} == set(seen), "too few turns: this shows nothing"
+
+
+def case_wrong_results_rule_it_out(rank, world):
+    """Of one rank alone, for all; it would be faster."""
+    def spoil(out):
+        if rank == 1:
+            out.view(torch.int16)[out.numel() // 3] ^= 1
+
+    if not ONE_SIDED:
+        with adaptive(lambda size, _: (100, 90, 10), spoil=spoil) as live:
+            for op in (AG, RS):
+                assert ways_taken(live, op, rank, world, [LARGE] * 3) == ["zipped"] * 3
+                assert live.state(dist.group.WORLD, torch.get_default_device()).measured(op, BF16).costs.one_sided is None
+            assert not any(stand_in.is_open for stand_in in live.opened)
+
+
+def case_a_group_that_cannot_is_measured_without(rank, world):
+    """Counted once, though many calls follow."""
+    if not ONE_SIDED:
+        with adaptive(lambda size, _: (100, 90, 10), why_not="hosts") as live:
+            assert ways_taken(live, AG, rank, world, [LARGE] * 4) == ["zipped"] * 4
+            row = live.stats.snapshot()[AG]
+            assert row["not_one_sided"] == {"hosts": 1} and "one_sided" not in live.stats.sections
+
+
+def case_what_must_be_zipped_goes_the_faster_way(rank, world):
+    """``always`` measures only where there are two ways, and never goes native; so it may sum beyond two ranks, too."""
+    with adaptive(lambda size, _: (1, 90, 10) if size == LARGE else (1, 10, 90), collectives="always", deterministic_reduce=True) as live:
+        for op in (AG, RS):
+            assert ways_taken(live, op, rank, world, [SMALL, LARGE]) == ["zipped", "one-sided"], op
+    if not ONE_SIDED:
+        with adaptive(lambda size, _: 1 / 0, why_not="hosts", collectives="always") as live:
+            assert ways_taken(live, AG, rank, world, [SMALL, LARGE]) == ["zipped"] * 2
+
+
+def case_timing_chooses_no_arithmetic(rank, world):
+    with adaptive(lambda size, _: (100, 50, 10), deterministic_reduce=True) as live:
+        taken = ways_taken(live, RS, rank, world, [LARGE] * 2)
+        assert taken == (["one-sided"] * 2 if world == 2 else ["native"] * 2), taken
+
+
+def case_split_lists_keep_equal_pieces_from_it(rank, world):
+    """One rank passes lists, the others none, as torch allows: what all of them know by the time they measure decides."""
+    with adaptive(lambda size, _: (100, 50, 10)) as live:
+        for seed in range(4):
+            call, result = exchange(A2A, rank, world, LARGE // 2 // world, seed)
+            if rank == 1:
+                pieces = (call.input.numel() // world,) * world
+                call = Call(A2A, call.output, call.input, call.group, input_splits=pieces, output_splits=pieces)
+            begin(live, call)[0].wait()
+            assert_same_bits(call.output, result, seed)
+        assert live.stats.snapshot()[A2A]["calls_one_sided"] == 0

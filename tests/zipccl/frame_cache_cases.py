@@ -10,7 +10,6 @@ from ds_zipccl.collectives.cost import Curve
 from ds_zipccl.collectives.frame_cache import FrameCache
 from ds_zipccl.collectives.frame_slot import CacheStats, Slot
 from ds_zipccl.collectives.runtime import Runtime
-from ds_zipccl.collectives.switch import PROBE_SIZES
 from ds_zipccl.collectives.workspace import Workspace
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.errors import CollectiveError, FrameError
@@ -176,7 +175,7 @@ def case_switch(rank, world_size):
     measured = world.runtime.state(dist.group.WORLD, device()).measured("cached_all_gather", torch.bfloat16)
     costs = measured.costs
     assert costs is not None
-    curves = Curve(PROBE_SIZES, (9.0, 9.0, 9.0)), Curve(PROBE_SIZES, (1.0, 1.0, 1.0))
+    curves = Curve((1 << 18, 1 << 24), (9.0, 9.0)), Curve((1 << 18, 1 << 24), (1.0, 1.0))
     for native, zipped, wins in ((*curves, True), (*curves[::-1], False)):
         other = World(world_size, collectives="adaptive")
         measured = other.runtime.state(dist.group.WORLD, device()).measured("cached_all_gather", torch.bfloat16)

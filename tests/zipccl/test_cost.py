@@ -1,12 +1,13 @@
 """The switch's cost model: curves, crossover, ratio, hysteresis."""
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ds_zipccl.collectives import group_state, runtime, switch
-from ds_zipccl.collectives.cost import Costs, Curve
+from ds_zipccl.collectives.cost import NATIVE, ONE_SIDED, ZIPPED, Costs, Curve, fastest
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.switch import Measured, frame_ratio
 from ds_zipccl.config import ZipcclConfig
@@ -23,12 +24,31 @@ def costs(native_latency, native_gbs, zipped_latency, zipped_gbs, ratio=1.41) ->
     return Costs(line(native_latency, native_gbs), line(zipped_latency, zipped_gbs), ratio)
 
 
-def test_curve_goes_through_its_points_and_on():
+def is_zipped(c: Costs, num_bytes: int, ratio: float) -> bool:
+    return fastest(c.gains(num_bytes, ratio)) == ZIPPED
+
+
+def test_curve_goes_through_its_points():
     curve = Curve((100, 200, 400), (10.0, 30.0, 40.0))
-    assert [curve.at(size) for size in (100, 150, 200, 300, 400, 800)] == [10, 20, 30, 35, 40, 60]
-    assert curve.at(0) == 0                                     # never negative: 10 - 20
+    assert [curve.at(size) for size in (100, 150, 200, 300, 400)] == [10, 20, 30, 35, 40]
     assert curve.us_per_byte(150) == pytest.approx(0.2) and curve.us_per_byte(1000) == pytest.approx(0.05)
-    assert Curve((100, 200), (10.0, 8.0)).at(1000) == 10        # a larger message that is faster is noise
+
+
+def test_curve_outside_of_its_points():
+    """No line through two noisy points: below the smallest size as long as that one takes, above the largest as fast as that one."""
+    curve = Curve((100, 200, 400), (10.0, 30.0, 40.0))
+    assert curve.at(0) == curve.at(99) == 10 and curve.at(800) == 80
+    noisy = Curve((100, 200), (10.0, 8.0))
+    assert noisy.at(1000) == 40 and noisy.us_per_byte(1000) == 0           # a larger message that is faster is noise
+
+
+def test_nothing_is_gained_where_nothing_was_measured():
+    """A steep or flat stretch between probes says nothing of what lies beyond."""
+    flat, steep = Curve(SIZES, (900.0, 890.0, 880.0)), Curve(SIZES, (100.0, 110.0, 200.0))
+    beyond = Costs(steep, flat, 1.41)
+    assert not any(is_zipped(beyond, size, 1.41) for size in (16 * MIB, 256 * MIB, 1 << 32))
+    below = Costs(Curve(SIZES, (100.0, 110.0, 200.0)), Curve(SIZES, (120.0, 300.0, 900.0)), 1.41)
+    assert not any(is_zipped(below, size, 1.41) for size in (0, 1000, MIB // 2, MIB))
 
 
 def test_crossover():
@@ -36,7 +56,7 @@ def test_crossover():
     c = costs(20, 10, 100, 13)
     even = 80 / (1 / 10e3 - 1 / 13e3)
     assert c.gain(round(even), 1.41) == pytest.approx(1, abs=1e-3)
-    assert not c.zipped_is_faster(round(even), 1.41) and c.zipped_is_faster(round(2 * even), 1.41)
+    assert not is_zipped(c, round(even), 1.41) and is_zipped(c, round(2 * even), 1.41)
     assert c.zipped_from() == 4 * MIB
 
 
@@ -46,14 +66,50 @@ def test_ratio_moves_the_links_part_only():
     zipped = c.zipped.at(size) + size / 10e3 * (1 / 1.2 - 1 / 1.41)
     assert c.gain(size, 1.2) == pytest.approx(c.native.at(size) / zipped)
     assert c.gain(size, 1.48) > c.gain(size, 1.41) > c.gain(size, 1.2) > c.gain(size, 1.0)
-    assert c.zipped_is_faster(size, 1.41) and not c.zipped_is_faster(size, 1.05)
+    assert is_zipped(c, size, 1.41) and not is_zipped(c, size, 1.05)
 
 
 def test_what_cannot_be_zipped_is_native():
     c = Costs(Curve(SIZES, (1.0, 2.0, 3.0)), Curve(SIZES, (math.inf,) * 3), 1.41)
     assert c.gain(MIB, 1.41) == 0 and c.zipped_from() is None
     mixed = Costs(Curve(SIZES, (100.0, 400.0, 1600.0)), Curve(SIZES, (math.inf, 300.0, 1200.0)), 1.41)
-    assert not mixed.zipped_is_faster(MIB, 1.41)
+    assert not is_zipped(mixed, MIB, 1.41) and not is_zipped(mixed, 2 * MIB, 1.41) and is_zipped(mixed, 16 * MIB, 1.41)
+
+
+@pytest.mark.parametrize("size, way", [(MIB, NATIVE), (4 * MIB, ZIPPED), (16 * MIB, ONE_SIDED), (1 << 32, ONE_SIDED)])
+def test_each_of_three_ways_where_it_is_fastest(size, way):
+    c = replace(three_ways(), ratio=1.41)
+    assert fastest(c.gains(size, 1.41)) == Measured(c).way(size, 1.41) == way
+    assert (c.zipped_from(), c.first(ZIPPED), c.first(ONE_SIDED)) == (4 * MIB, 4 * MIB, 16 * MIB)
+    assert c.without_one_sided().first(ONE_SIDED) is None and c.without_one_sided().zipped_from() == 4 * MIB
+
+
+def three_ways() -> Costs:
+    return Costs(Curve(SIZES, (100.0, 400.0, 1600.0)), Curve(SIZES, (200.0, 300.0, 1200.0)), 1.41, Curve(SIZES, (500.0, 550.0, 700.0)))
+
+
+@pytest.mark.parametrize("present, gains, way", [
+    (NATIVE, (1.02, 1.02), NATIVE), (NATIVE, (1.04, 1.0), ZIPPED), (NATIVE, (1.04, 1.05), ZIPPED), (NATIVE, (1.04, 1.10), ONE_SIDED),
+    (NATIVE, (1.02, 1.04), ONE_SIDED), (ZIPPED, (1.01, 1.0), ZIPPED), (ZIPPED, (0.99, 1.0), NATIVE), (ZIPPED, (1.01, 1.03), ZIPPED),
+    (ZIPPED, (1.01, 1.05), ONE_SIDED), (ZIPPED, (0.99, 1.02), NATIVE), (ONE_SIDED, (1.30, 1.28), ONE_SIDED),
+    (ONE_SIDED, (1.35, 1.28), ZIPPED), (ONE_SIDED, (0.0, 0.0), NATIVE)])
+def test_a_change_of_way_must_gain(present, gains, way):
+    assert fastest(dict(zip((NATIVE, ZIPPED, ONE_SIDED), (1.0, *gains), strict=True)), present) == way
+
+
+@pytest.mark.parametrize("present, gains, way", [
+    (NATIVE, (0.5, 0.51), ZIPPED), (NATIVE, (0.5, 0.6), ONE_SIDED), (ONE_SIDED, (0.51, 0.5), ONE_SIDED), (ZIPPED, (0.0, 0.2), ONE_SIDED)])
+def test_where_native_is_no_choice(present, gains, way):
+    assert fastest(dict(zip((NATIVE, ZIPPED, ONE_SIDED), (1.0, *gains), strict=True)), present, natively=False) == way
+
+
+def test_new_costs_change_the_way():
+    measured = Measured(three_ways())
+    assert measured.way(16 * MIB, 1.41) == ONE_SIDED
+    measured.costs = three_ways().without_one_sided()
+    assert measured.way(16 * MIB, 1.41) == ZIPPED
+    measured.costs = replace(three_ways(), one_sided=Curve(SIZES, (90.0, 350.0, 1100.0)))
+    assert [measured.way(size, 1.41) for size in (MIB, 4 * MIB, 16 * MIB)] == [ONE_SIDED, ZIPPED, ONE_SIDED]
 
 
 def test_no_flapping_at_the_border():
@@ -61,10 +117,10 @@ def test_no_flapping_at_the_border():
     gain = measured.costs.gain
     border = next(size for size in range(3 * MIB, 8 * MIB, 4096) if gain(size, 1.41) > 1.005)
     assert gain(border, 1.41) < 1.03
-    assert not measured.choose(border, 1.41)                    # not worth the change
-    assert measured.choose(border, 1.48)
-    assert measured.choose(border, 1.41)                        # nor the change back
-    assert not measured.choose(border, 1.3)
+    assert measured.way(border, 1.41) == NATIVE                 # not worth the change
+    assert measured.way(border, 1.48) == ZIPPED
+    assert measured.way(border, 1.41) == ZIPPED                 # nor the change back
+    assert measured.way(border, 1.3) == NATIVE
 
 
 def test_when_costs_are_due():
@@ -92,7 +148,7 @@ def test_data_that_changes_changes_the_decision(monkeypatch):
     config = ZipcclConfig(enabled=True, reprobe_calls=10)
 
     def zipped() -> bool:
-        return switch.choose(spec, call, None, state, config)
+        return switch.choose(spec, call, None, state, config) == ZIPPED
 
     def room():
         return state.capacity(spec.name, data.dtype, data.numel(), 0.0)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ds_zipccl.collectives import one_sided, symmetric
-from ds_zipccl.collectives.one_sided import REASONS, Router, exchange, memory_bytes, reason_against
+from ds_zipccl.collectives.one_sided import REASONS, OneSided, Router, exchange, memory_bytes, reason_against
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.runtime import Runtime  # noqa: F401  registers the collectives
 from ds_zipccl.config import ZipcclConfig
@@ -80,9 +80,11 @@ class Transport:
     def __init__(self, fits=True):
         self.calls, self.fits, self.num_overflows, self.ended = [], fits, 3, None
 
-    def take(self, name, out, data):
-        self.calls.append((name, tuple(out.shape), data.clone()))
-        return SimpleNamespace(sent_bytes=70) if self.fits else None
+    def _take(self, out, data):
+        self.calls.append((tuple(out.shape), data.clone()))
+        return SimpleNamespace(sent_bytes=70, wait=lambda: True) if self.fits else None
+
+    all_gather = reduce_scatter = all_to_all = _take
 
     def close(self):
         self.ended = "closed"
@@ -92,62 +94,206 @@ class Transport:
 
 
 @pytest.fixture
-def made(monkeypatch):
-    """(router, stats, what OneSided makes, by the order of groups)."""
-    made, stats = [], Stats()
+def opens(monkeypatch):
+    """What groups' transports are when they are opened, the next one last: a transport, or why not."""
+    opens = []
 
-    class OneSided(one_sided.OneSided):
-        def __init__(self, group, device, store, num_bytes):
-            self.transport, self.why_not = made[-1] if isinstance(made[-1], tuple) else (made[-1], None)
-            assert store == "store" and num_bytes == 1 << 30
+    def open_(self, group):
+        assert self._store == "store" and self._num_bytes == 1 << 30
+        answer = opens.pop()
+        self.transport, self.why_not = (None, answer) if isinstance(answer, str) else (answer, None)
 
-    monkeypatch.setattr(one_sided, "OneSided", OneSided)
-    monkeypatch.setattr(one_sided, "reason_against", lambda config, kernels, spec, call: None)
-    monkeypatch.setattr(one_sided, "_LAUNCH", {op: (lambda t, out, data, op=op: t.take(op, out, data)) for op in (AG, RS, A2A)})
-    return Router(ZipcclConfig(transport="symmetric_memory"), {"cpu": "cuda"}, stats), stats, made
-
-
-def state():
-    return SimpleNamespace(side=SimpleNamespace(store="store"))
+    monkeypatch.setattr(OneSided, "open", open_)
+    monkeypatch.setattr(one_sided, "reason_by_kind", lambda config, kernels, name, call: None)
+    return opens
 
 
-def test_calls_are_launched_flat_and_counted(made):
-    router, stats, transports = made
-    transports.append(Transport())
-    first, x = state(), torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).to(BF16)
-    assert router.run(specs()[AG], Call(AG, torch.empty(8, 6, dtype=BF16), x, Group()), first, stats).sent_bytes == 70
-    router.run(specs()[RS], Call(RS, torch.empty(2, 6, dtype=BF16), x, Group(), dist.ReduceOp.AVG), first, stats)
-    (_, shape, data), (_, _, halves) = transports[0].calls
+def router(transport="symmetric_memory") -> tuple[Router, Stats]:
+    stats = Stats()
+    return Router(ZipcclConfig(transport=transport), {"cpu": "cuda"}, stats), stats
+
+
+class State:
+    """``wins``: whether the switch found one-sided faster for anything."""
+    side = SimpleNamespace(store="store")
+
+    def __init__(self):
+        self.settled, self.wins = 0, True
+
+    def settle(self):
+        self.settled += 1
+
+    def goes_one_sided(self):
+        return self.wins
+
+
+GATHER = Call(AG, torch.empty(8, dtype=BF16), torch.empty(4, dtype=BF16), Group())
+
+
+def test_calls_are_launched_flat_and_counted(opens):
+    (live, stats), transport, first = router(), Transport(), State()
+    opens.append(transport)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).to(BF16)
+    assert live.run(specs()[AG], Call(AG, torch.empty(8, 6, dtype=BF16), x, Group()), first).sent_bytes == 70
+    live.run(specs()[RS], Call(RS, torch.empty(2, 6, dtype=BF16), x, Group(), dist.ReduceOp.AVG), first)
+    (shape, data), (_, halves) = transport.calls
     assert shape == (48,) and torch.equal(data, x.view(-1)) and torch.equal(halves, x.view(-1) / 2)
     row = stats.snapshot()[AG]
     assert (row["calls_zipped"], row["calls_one_sided"], row["raw_bytes"], row["wire_bytes"]) == (1, 1, 48, 70)
-    assert row["not_one_sided"] == {} and row["calls_native"] == 0
+    assert row["not_one_sided"] == {} and row["calls_native"] == 0 and first.settled == 2
 
 
-def test_a_group_without_the_transport_is_counted_with_its_reason(made):
-    router, stats, transports = made
-    transports.append((None, "hosts"))
-    c, first = Call(AG, torch.empty(8, dtype=BF16), torch.empty(4, dtype=BF16), Group()), state()
-    assert router.run(specs()[AG], c, first, stats) is None and router.run(specs()[AG], c, first, stats) is None
-    transports.append(Transport(fits=False))
-    assert router.run(specs()[AG], c, state(), stats) is None
+def test_a_group_without_the_transport_is_counted_with_its_reason(opens):
+    (live, stats), first = router(), State()
+    opens += ["hosts", "hosts"]
+    assert live.run(specs()[AG], GATHER, first) is None and live.run(specs()[AG], GATHER, first) is None
+    opens.append(Transport(fits=False))
+    assert live.run(specs()[AG], GATHER, State()) is None
     row = stats.snapshot()[AG]
     assert row["not_one_sided"] == {"hosts": 2, "small_memory": 1} and row["calls_zipped"] == row["calls_one_sided"] == 0
 
 
-def test_groups_end_on_their_own(made):
+def test_groups_end_on_their_own(opens):
     """Overflows of a group that is gone stay counted."""
-    router, stats, transports = made
-    c, states = Call(AG, torch.empty(8, dtype=BF16), torch.empty(4, dtype=BF16), Group()), [state(), state()]
-    for s in states:
-        transports.append(Transport())
-        router.run(specs()[AG], c, s, stats)
+    (live, stats), states, transports = router(), [State(), State()], [Transport(), Transport()]
+    for state, transport in zip(states, transports, strict=True):
+        opens.append(transport)
+        live.run(specs()[AG], GATHER, state)
     assert stats.sections["one_sided"]() == ({"overflows": 6}, {"num_groups": 2})
-    router.close(states[0])
-    router.abort(states[0])
+    live.close(states[0])
+    live.abort(states[0])
     assert transports[0].ended == "closed" and transports[1].ended is None
-    router.abort(states[1])
+    live.abort(states[1])
     assert transports[1].ended == "aborted" and stats.sections["one_sided"]() == ({"overflows": 6}, {"num_groups": 0})
+
+
+def test_memory_is_kept_while_the_switch_uses_it(opens):
+    (live, stats), state, transports = router("adaptive"), State(), [Transport(), Transport()]
+    assert "one_sided" not in stats.sections
+    opens += reversed(transports)
+    test = Call(AG, torch.empty(8, dtype=BF16), torch.arange(4).to(BF16), Group())
+    assert live.prober(specs()[AG], GATHER, state)(test) and torch.equal(transports[0].calls[0][1], test.input)
+    live.keep_what_wins(state)
+    assert transports[0].ended is None and not stats.snapshot(), "test calls are not counted"
+    state.wins = False
+    live.keep_what_wins(state)
+    assert transports[0].ended == "closed" and stats.sections["one_sided"]() == ({"overflows": 3}, {"num_groups": 0})
+    live.keep_what_wins(state)
+    assert live.prober(specs()[RS], GATHER, state) and transports[1].ended is None          # measured again: opened again
+
+
+def test_lists_are_measured_as_one_exchange(opens):
+    (live, _), transport = router("adaptive"), Transport()
+    opens.append(transport)
+    data, out = torch.arange(8).to(BF16), torch.empty(8, dtype=BF16)
+    call = Call("all_to_all", out.split(4), data.split(4), Group())
+    assert live.prober(specs()["all_to_all"], call, State())(call)
+    assert torch.equal(transport.calls[0][1], data) and transport.calls[0][0] == (8,)
+
+
+def test_a_group_that_cannot_is_no_error(opens):
+    (live, stats), state = router("adaptive"), State()
+    opens += ["no_peer_access", "no_peer_access"]
+    assert live.prober(specs()[AG], GATHER, state) is None and live.prober(specs()[RS], GATHER, state) is None
+    assert [stats.snapshot()[op]["not_one_sided"] for op in (AG, RS)] == [{"no_peer_access": 1}] * 2
+
+
+class Ranks:
+    """Two ranks' OneSided, opened at once, with stand-ins for what GPUs say."""
+
+    def __init__(self, monkeypatch):
+        self.here, self.places, self.kernels, self.no_memory, self.fails = threading.local(), [], [{}, {}], [False] * 2, [False] * 2
+        self.asked, self.transports = [], []
+        both = [{"host": "a", "uuid": str(rank), "peers": {str(1 - rank): True}} for rank in range(2)]
+        self.places = both
+
+        def asked(what, answers):
+            def answer(*_):
+                self.asked.append(what)
+                return answers[self.here.rank]
+            return answer
+
+        def reserve(device, num_bytes):
+            if self.no_memory[self.here.rank]:
+                raise RuntimeError("out of memory")
+            return "memory"
+
+        def open_transport(group, device, memory, store, name, timeout):
+            if self.fails[self.here.rank]:
+                raise PermissionError("pidfd_getfd")
+            self.transports.append(Transport())
+            return self.transports[-1]
+
+        monkeypatch.setattr(symmetric, "place_of", asked("place", self.places))
+        monkeypatch.setattr(symmetric, "kernels_of", asked("kernels", self.kernels))
+        monkeypatch.setattr(symmetric, "reserve", reserve)
+        monkeypatch.setattr(symmetric, "open_transport", open_transport)
+        monkeypatch.setattr(one_sided, "group_timeout", lambda group, device: None)
+        store = dist.HashStore()
+        self.groups = [OneSided(torch.device("cpu"), store, 1) for _ in range(2)]
+
+    def open(self) -> list:
+        """Why each rank's group has none."""
+        def one(rank):
+            self.here.rank = rank
+            self.groups[rank].open(SimpleNamespace(rank=lambda: rank, size=lambda: 2, group_name="some"))
+
+        self.asked.clear()
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert self.groups[0].why_not == self.groups[1].why_not
+        return [group.transport is not None for group in self.groups], self.groups[0].why_not
+
+
+def test_opened_by_all_or_none(monkeypatch):
+    ranks = Ranks(monkeypatch)
+    assert ranks.open() == ([True, True], None) and sorted(ranks.asked) == ["kernels"] * 2 + ["place"] * 2
+    for group in ranks.groups:
+        group.close()
+    assert ranks.open() == ([True, True], None) and not ranks.asked and len(ranks.transports) == 4
+    assert ranks.open() == ([True, True], None) and len(ranks.transports) == 4              # they are
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_cannot_none_does(monkeypatch, rank):
+    ranks = Ranks(monkeypatch)
+    ranks.places[rank]["host"] = "b"
+    assert ranks.open() == ([False, False], "hosts") and ranks.asked == ["place"] * 2        # nothing is compiled for that
+    assert ranks.open() == ([False, False], "hosts") and ranks.asked == []                   # nor asked again
+    ranks = Ranks(monkeypatch)
+    ranks.kernels[rank]["error"] = "no nvcc"
+    assert ranks.open() == ([False, False], "not_built")
+    ranks = Ranks(monkeypatch)
+    ranks.fails[rank] = True
+    assert ranks.open() == ([False, False], "not_opened") and [t.ended for t in ranks.transports] == ["aborted"]
+
+
+def test_memory_that_is_missing_is_asked_for_again(monkeypatch):
+    ranks = Ranks(monkeypatch)
+    ranks.no_memory[1] = True
+    assert ranks.open() == ([False, False], "no_memory") and not ranks.transports
+    assert ranks.open() == ([False, False], "no_memory")
+    ranks.no_memory[1] = False
+    assert ranks.open() == ([True, True], None)
+
+
+def test_many_ranks_do_not_ask_each_other():
+    group = OneSided(torch.device("cpu"), None, 1)
+    group.open(Group(symmetric.MAX_RANKS + 1))
+    assert group.why_not == "too_many_ranks"
+
+
+def test_who_waits_after_the_end_need_not():
+    """The switch may give the memory back while a handle of an earlier call is about."""
+    ended = []
+    engine = SimpleNamespace(is_done=lambda call: True, close=lambda: ended.append(1), join=lambda call, stream: 1 / 0)
+    transport = symmetric.SymmetricTransport(engine, None, 0, torch.device("cpu"), 2, 0, torch.zeros(1), "memory")
+    work = symmetric.SymmetricWork(transport, 1, [torch.empty(1)], 0)
+    transport.abort()
+    assert ended and work.is_completed() and work.wait()
 
 
 def test_every_rank_sees_all_records():

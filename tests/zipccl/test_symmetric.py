@@ -9,7 +9,7 @@ import torch
 
 from ds_zipccl.codec.dtypes import TABLE
 from ds_zipccl.codec.format import TILE_ELEMS, layout
-from ds_zipccl.collectives.symmetric import NUM_IN_RING, part_sizes, plan, slot_bytes, why_not
+from ds_zipccl.collectives.symmetric import MAX_RANKS, NUM_IN_RING, part_sizes, plan, slot_bytes, why_not
 from ds_zipccl.kernels.cuda_calls import CudaCalls
 from ds_zipccl.kernels.rank_order import sum_in_order
 from ds_zipccl.kernels.symmetric_calls import Exchange, SymmetricCalls
@@ -224,8 +224,8 @@ def test_ring_names_the_last_message_that_had_the_region(libraries, sizes):
     assert claimed > 150
 
 
-def record(host="a", uuid="0", seen=(), max_ranks=64) -> dict:
-    return {"host": host, "uuid": uuid, "peers": dict(seen), "max_ranks": max_ranks}
+def record(host="a", uuid="0", seen=()) -> dict:
+    return {"host": host, "uuid": uuid, "peers": dict(seen)}
 
 
 def test_who_can_use_it():
@@ -236,10 +236,12 @@ def test_who_can_use_it():
     assert why_not([both[0], record(uuid="1", seen=[("0", False)])]) == "no_peer_access"
     assert why_not([both[0], record(uuid="1")]) == "no_peer_access"                   # CUDA_VISIBLE_DEVICES hides the other one
     assert why_not([record(uuid="0"), record(uuid="0")]) == "same_gpu"
-    assert why_not([both[0], record(uuid="1", seen=[("0", True)], max_ranks=1)]) == "too_many_ranks"
-    assert why_not([both[0], {**both[1], "error": "no nvcc"}]) == "not_built"
-    assert why_not([{"host": "a", "uuid": "0", "peers": {"1": True}, "error": "no nvcc"}, both[1]]) == "not_built"
-    assert why_not([both[0], {**both[1], "no_memory": "out of memory"}]) == "no_memory"
+    assert why_not([{}, {"error": "no nvcc"}]) == "not_built" and why_not([{}, {}]) is None
+    assert why_not([{"no_memory": "out of memory"}, {}]) == "no_memory" and why_not([{"not_opened": "EPERM"}, {}]) == "not_opened"
+
+
+def test_how_many_ranks_have_room(libraries):
+    assert libraries[1].max_ranks == MAX_RANKS
 
 
 def test_parts_cover_rows_with_whole_tiles():

@@ -1,0 +1,287 @@
+"""What a zipped call on a GPU waits for, and what waits for it, shown on a CPU: streams that know nothing but who waited for whom, tensors
+without memory (torch's fake ones), kernels and communicators that only say when they ran. C61: the caller's streams, never the default one.
+C62: the call passes what the caller queues after its launch, and does not hold it up either."""
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from ds_zipccl.codec.format import OVERFLOW_BIT
+from ds_zipccl.collectives import group_state, streams
+from ds_zipccl.collectives.registry import Call, specs
+from ds_zipccl.collectives.runtime import Runtime
+from ds_zipccl.collectives.words import Words
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.kernels import loader, ops
+
+GPU, WORLD, ROW = torch.device("cuda", 0), 2, 4096
+OPS = tuple(specs(internal=True))
+
+
+class Gpu:
+    """``seen[stream]``: numbers of what has ended when that stream gets to what is queued next; ``host``: when the host goes on.
+    ``log``: (what, stream, numbers of what has ended before, names of the memory it
+    touched)."""
+
+    def __init__(self):
+        self.current, self.seen, self.host, self.log, self.handles = 0, {}, set(), [], itertools.count(100)
+        self._kept = {}
+
+    def queue(self, what, stream=None, touched=()):
+        stream = self.current if stream is None else stream
+        self.order(stream, self.host)
+        seen = self.seen[stream]
+        tensors = [tensor for tensor in tree_leaves(touched) if isinstance(tensor, FakeTensor)]
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        self._kept.update(storages)                             # else the next one might get the name of one that is gone
+        self.log.append((what, stream, frozenset(seen), storages.keys()))
+        seen.add(len(self.log) - 1)
+
+    def order(self, stream, seen):
+        self.seen.setdefault(stream, set()).update(seen)
+
+    def now(self, stream=None):
+        return frozenset(self.seen.get(self.current if stream is None else stream, ()))
+
+    def all(self, *what):
+        """Numbers of the entries of these names."""
+        return {i for i, (name, *_) in enumerate(self.log) if name in what}
+
+    def before(self, number):
+        return self.log[number][2]
+
+
+class Stream:
+    def __init__(self, gpu, handle):
+        self._gpu, self.cuda_stream = gpu, handle
+
+    def wait_stream(self, other):
+        self._gpu.order(self.cuda_stream, self._gpu.now(other.cuda_stream))
+
+    def wait_event(self, event):
+        self._gpu.order(self.cuda_stream, event.seen)
+
+
+class Event:
+    def __init__(self, gpu):
+        self._gpu, self.seen = gpu, frozenset()
+
+    def record(self, stream=None):
+        self.seen = self._gpu.now(stream and stream.cuda_stream)
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        self._gpu.host |= self.seen
+
+
+class Communicator:
+    """Runs on a stream of its own, behind what the current one was given, as NCCL under torch."""
+
+    def __init__(self, gpu, name):
+        self._gpu, self._name = gpu, name
+
+    def _run(self, *tensors):
+        gpu, stream = self._gpu, f"stream of {self._name}"
+        gpu.order(stream, gpu.now())
+        gpu.queue(self._name, stream, tensors)
+        seen = gpu.now(stream)
+        return SimpleNamespace(wait=lambda: gpu.order(gpu.current, seen), is_completed=lambda: True)
+
+    _allgather_base = alltoall = alltoall_base = broadcast = all_gather = all_to_all = _run
+
+    def exchange_pairs(self, *_):
+        self._run().wait()
+
+    def _words(self, words, *_):
+        words.through(self._run)
+
+    gather_words = broadcast_word = exchange_words = _words
+
+    def connect(self, *_):
+        pass
+
+    close = abort = exchange_no_words = connect
+
+
+class Kernels:
+    levels = (1,)
+
+    def __init__(self, gpu):
+        bound = lambda what: lambda *frames: lambda *_: gpu.queue(what, None, frames)         # noqa: E731
+        self.bind_encode, self.bind_decode, self.bind_decode_reduce = bound("encode"), bound("decode"), bound("decode")
+        self.encode = lambda *tensors: gpu.queue("encode", None, tensors)
+        self.decode = self.decode_reduce = lambda *tensors: gpu.queue("decode", None, tensors)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu = Gpu()
+    objects = {}
+
+    def stream(handle):
+        return objects.setdefault(handle, Stream(gpu, handle))
+
+    class On:
+        def __init__(self, stream):
+            self._stream = stream
+
+        def __enter__(self):
+            self._before = gpu.current
+            gpu.current = gpu.current if self._stream is None else self._stream.cuda_stream
+
+        def __exit__(self, *exc):
+            gpu.current = self._before
+
+    def data_ptr(tensor):
+        storage = tensor.untyped_storage()
+        return id(objects.setdefault(storage._cdata, storage)) * 2**20 + tensor.storage_offset() * tensor.element_size()
+
+    def copy(tensor, *_, **__):
+        if tensor.is_cuda:                                      # the words' way to host memory is not of interest
+            gpu.queue("copy")
+        return tensor
+
+    def part(tensor, key):                                      # torch's own makes the device current, which is not there
+        dim = 0
+        for one in key if isinstance(key, tuple) else (key,):
+            if isinstance(one, slice):
+                tensor, dim = torch.ops.aten.slice(tensor, dim, one.start, one.stop), dim + 1
+            else:
+                tensor = torch.select(tensor, dim, one)
+        return tensor
+
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: Event(gpu))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: stream(next(gpu.handles)))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: stream(handle))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: stream(0))
+    monkeypatch.setattr(streams, "_objects", {})
+    monkeypatch.setattr(streams, "_raw_current", lambda index: gpu.current)
+    monkeypatch.setattr(streams, "is_capturing", lambda: False)
+    monkeypatch.setattr(streams, "On", On)
+    monkeypatch.setattr(streams, "copy", lambda target, offset, source: gpu.queue("copy"))
+    monkeypatch.setattr(streams, "keep", lambda tensor: None)
+    monkeypatch.setattr(FakeTensor, "data_ptr", data_ptr, raising=False)
+    monkeypatch.setattr(FakeTensor, "__getitem__", part, raising=False)
+    monkeypatch.setattr(FakeTensor, "__setitem__", lambda tensor, key, value: copy(tensor), raising=False)
+    monkeypatch.setattr(FakeTensor, "copy_", copy, raising=False)
+    monkeypatch.setattr(FakeTensor, "record_stream", lambda *_: None, raising=False)
+    monkeypatch.setattr(group_state, "SideChannel", lambda group, device, purpose="words": Communicator(gpu, {"bulk": "resend"}.get(
+        purpose, "words")))
+    monkeypatch.setattr(group_state, "WATCH", SimpleNamespace(add=lambda state: None, wake=lambda: None))
+    monkeypatch.setattr(Words, "tolist", lambda words: [gpu.word] * words.data.numel())
+    monkeypatch.setitem(ops._SETS, "told", None)
+    monkeypatch.setattr(loader, "resolve", lambda *_: "told")
+    ops.register("told", Kernels(gpu), ("cuda",))
+    gpu.word = 0
+    with FakeTensorMode():
+        yield gpu
+
+
+class Group:
+    group_name = "g"
+
+    def __init__(self, gpu):
+        self._payloads = Communicator(gpu, "payload")
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return WORLD
+
+    def _get_backend(self, device):
+        return self._payloads
+
+
+@pytest.fixture
+def live(gpu):
+    live = Runtime(ZipcclConfig(enabled=True, collectives="always", min_bytes=0), {"cuda": "told"})
+    live.group = Group(gpu)
+    return live
+
+
+def call_of(op, group):
+    small = op in ("all_gather_into_tensor", "all_gather", "broadcast")
+    data = torch.empty(ROW if small else WORLD * ROW, dtype=torch.bfloat16, device=GPU)
+    if op in ("all_reduce", "broadcast"):
+        return Call(op, data, data, group, root=1 if op == "broadcast" else None)
+    output = torch.empty(ROW if "scatter" in op else WORLD * ROW, dtype=torch.bfloat16, device=GPU)
+    return Call(op, output.split(ROW) if op in ("all_gather", "all_to_all") else output,
+                data.split(ROW) if op in ("reduce_scatter", "reduce_scatter_uneven", "all_to_all") else data, group)
+
+
+def begin(gpu, live, op, stream, group=None):
+    """A call launched on ``stream``, with work of the caller's before and after it."""
+    call = call_of(op, group or live.group)
+    gpu.current = stream
+    gpu.queue("input")
+    work = live.run(call)
+    assert work is not None
+    gpu.queue("between")
+    return work
+
+
+def end(gpu, work, stream):
+    gpu.current = stream
+    work.wait()
+    gpu.queue("read")
+
+
+@pytest.mark.parametrize("second", [7, 9, 0])
+@pytest.mark.parametrize("overflow", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_order_of_a_call(gpu, live, op, overflow, second):
+    """Behind its input, before what reads its output, on any streams; nothing of the default stream's, unless the caller is there."""
+    gpu.word = OVERFLOW_BIT if overflow else 0
+    gpu.queue("of the default stream")
+    for _ in range(3):
+        first = len(gpu.log)
+        end(gpu, begin(gpu, live, op, 7), second)
+        encodes, payloads, words, decodes, copies, resends = ({i for i in gpu.all(what) if i > first} for what in (
+            "encode", "payload", "words", "decode", "copy", "resend"))
+        read, others = max(gpu.all("read")), gpu.all("of the default stream")
+        assert payloads and words and (encodes or op == "broadcast") and (decodes or overflow)
+        assert bool(resends) == (overflow or op == "all_reduce")
+        for each in encodes | payloads | words | decodes | copies | resends:
+            assert first in gpu.before(each), f"{gpu.log[each]} before its input is there"
+            assert others.isdisjoint(gpu.before(each)) or second == 0, f"{gpu.log[each]} waited for the default stream"
+        assert not encodes or all(min(encodes) in gpu.before(each) for each in payloads | words)
+        assert all(min(payloads) in gpu.before(each) for each in decodes)
+        again = {i for i in decodes | copies if overflow and resends & gpu.before(i)}
+        assert all(decodes - again <= gpu.before(i) for i in again), "a decode that began early may write over what was sent again"
+        assert encodes | payloads | decodes | copies | resends <= gpu.before(read), "the caller goes on too early"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_call_passes_what_comes_after_it(gpu, live, op):
+    """C62: neither waits for the other before ``wait()``; words are not behind payloads."""
+    work = begin(gpu, live, op, 7)
+    between, = gpu.all("between")
+    assert gpu.all("payload", "words", "decode", "resend").isdisjoint(gpu.before(between)), "the caller is held up"
+    assert all(gpu.all("payload").isdisjoint(gpu.before(each)) for each in gpu.all("words") if op != "all_reduce")
+    assert gpu.all("decode"), "decoded at wait() alone"
+    end(gpu, work, 9)
+    for each in gpu.all("encode", "payload", "words", "decode", "copy", "resend"):
+        assert between not in gpu.before(each), f"{gpu.log[each]} waited for what the caller queued later"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_a_call_leaves_is_used_again_after_it(gpu, live, op):
+    """Frames of calls that are waited for on other streams than the next one is launched on; two in flight."""
+    again = 0
+    for first, second in ((7, 7), (7, 9), (7, 0), (9, 7), (9, 9), (7, 7)):
+        works = [begin(gpu, live, op, first) for _ in range(2)]
+        for work in works:
+            end(gpu, work, second)
+    users = [i for i, (what, *_) in enumerate(gpu.log) if what in ("encode", "payload", "decode")]
+    for later in users:
+        for earlier in users:
+            if earlier < later and gpu.log[later][0] != "decode" and gpu.log[earlier][3] & gpu.log[later][3]:
+                assert earlier in gpu.before(later), f"{gpu.log[later][:2]} beside {gpu.log[earlier][:2]} on the same memory"
+                again += 1
+    assert again > 3

@@ -100,7 +100,7 @@ class _Reduction(Flight):
     def settle(self, words: list[int]) -> int | None:
         call, launch = self.call, self.launch
         sent_again = None
-        if observe(self.classes[0], words):
+        if observe(self.needs[0], words):
             sent_again = self._part_bytes
             self.after_early()
             self.is_early = False
@@ -126,7 +126,7 @@ class _Reduction(Flight):
             raise self._failure or CollectiveError(describe(
                 "an all_reduce failed on another rank", got="a frame that it cannot decode",
                 where=f"rank {words.index(FAILED)} of group {call.group.group_name}"))
-        if observe(self.classes[1], words):
+        if observe(self.needs[1], words):
             sent_again = (sent_again or 0) + self._part_bytes
             self.after_early()
             self._raw = torch.empty(call.world_size, self._numel, dtype=call.dtype, device=call.device)

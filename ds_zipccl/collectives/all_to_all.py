@@ -101,6 +101,8 @@ class _Exchange(Flight):
 
     def encode(self, call: Call) -> None:
         self._resent = {}
+        self._needs = [{peer: piece.capacity.launched() for peer, piece in enumerate(side.pieces) if piece.codec is not None}
+                       for side in (self._sent, self._received)]
         if self._bound:
             for encode in self._encoders:
                 encode(call.input)
@@ -148,7 +150,7 @@ class _Exchange(Flight):
 
     def settle(self, words: list[int]) -> int | None:
         words = iter(words)
-        again, missing = _overflowed(self._sent, words), _overflowed(self._received, words)
+        again, missing = ([peer for peer, need in needs.items() if observe(need, [next(words)])] for needs in self._needs)
         if not (again or missing):
             return None
         self.after_early()
@@ -177,11 +179,6 @@ class _Exchange(Flight):
         super().release()
 
 
-def _overflowed(side: pairs.Side, words) -> list[int]:
-    """The peers whose piece must go again; keeps the capacities. Takes one of ``words`` for each zipped piece."""
-    return [peer for peer, piece in enumerate(side.pieces) if piece.codec is not None and observe(piece.capacity, [next(words)])]
-
-
 class _Rooms:
     """Which pieces of calls of one kind may be zipped, and their classes, which a group never forgets; every call asks them."""
 
@@ -199,8 +196,8 @@ class _Rooms:
 
     def ask(self, reasons: dict[int, str | None]) -> list[list[tuple | None]]:
         """Per side what ``pairs.plan`` wants to know; counts a call of every class that is used."""
-        return [[None if piece is None or reasons[piece[0]] else (piece[1], piece[1].next_call()) for piece in side]
-                for side in self._classes]
+        return [[None if piece is None or reasons[piece[0]] else (piece[1], self._launch.up_to_date(piece[1]).next_call())
+                 for piece in side] for side in self._classes]
 
 
 def _start(spec: CollectiveSpec, call: Call, launch: Launch, kind: Kind | None) -> Flight | str:

@@ -93,7 +93,7 @@ class FrameCache:
         stale = [slot for slot in slots if slot.stale and slot.eligible and not self._left_out(slot)]
         if not stale:
             return
-        self.runtime.settle(self.group)             # resends are in the same order on every rank's side channel
+        self.runtime.advance(self.group)            # messages are in the same order on every rank's side channel
         words = torch.zeros(len(stale) + 1, dtype=torch.int32, device=self._device)
         for i, slot in enumerate(stale):
             codec = self._codec(slot)
@@ -297,7 +297,8 @@ class FrameCache:
             for slot in slots:
                 self.stats.bypassed[reason if _may_have_frame(slot) else slot.reason] += 1
             return None
-        self.runtime.settle(self.group)
+        self.runtime.advance(self.group)
+        self.runtime.before_native(self.group, self._device)
         self._wait_for(self._written)
         try:
             failure = None

@@ -20,6 +20,7 @@ from zipscape.errors import ZipScapeError, describe
 log = logging.getLogger("ds_zipccl")
 
 MAX_CLASSES = 1024          # of capacity: sizes that are new in every call must not fill the memory
+MAX_UNSETTLED = 16          # calls in flight
 
 
 class GroupState:
@@ -59,6 +60,7 @@ class GroupState:
     def connect_pairs(self) -> None:
         """Before the first call in which pairs of ranks have channels to themselves: all ranks at the same point."""
         if not self._pairs_connected:
+            self.settle()                           # which may use ``bulk`` too
             self.side.connect()
             self.bulk.connect()
             self._pairs_connected = True
@@ -133,10 +135,28 @@ class GroupState:
             self._in_flight.append(pending)
         WATCH.wake()
 
+    def advance(self) -> None:
+        """Before the next call of the group, zipped or native. Settles what has its status words, and waits for them only where it must:
+        for a call that is not to be followed by another before it is settled, or whose handle was dropped (it is completed here, since
+        nobody else will), or where too many are in flight."""
+        if not self._in_flight:
+            return
+        unsettled = [pending for pending in self._in_flight if not pending.settled]
+        must = max([0, len(unsettled) - MAX_UNSETTLED,
+                    *[i for i, pending in enumerate(unsettled, 1) if pending.two_phases or pending.abandoned]])
+        try:
+            for i, pending in enumerate(unsettled):
+                if i >= must and not pending.has_words():
+                    break
+                self._settle(pending)
+            for pending in [pending for pending in self._in_flight if pending.settled and pending.abandoned]:
+                self._finish_for_nobody(pending)
+        finally:
+            self._forget_finished()
+
     def settle(self) -> None:
-        """Settles every call in flight: before the next call of the group, zipped or native, so that capacities and
-        resends are in the same order on every rank and no rank sits in a later collective while another waits for its
-        resend. Calls whose handle was dropped are completed here, since nobody else will."""
+        """Settles every call in flight: before this rank's host waits for other ranks in something that does not pass through here, and
+        before the second channel is used in another way."""
         if not self._in_flight:
             return
         try:
@@ -146,6 +166,15 @@ class GroupState:
                     self._finish_for_nobody(pending)
         finally:
             self._forget_finished()
+
+    def bring_up_to_date(self, capacity: Capacity) -> None:
+        """Takes account of what calls of this class needed; waits for the words of those that its next call must not go without."""
+        while (need := capacity.overdue()) is not None:
+            for pending in () if need.is_known() else tuple(self._in_flight):
+                self._settle(pending)
+                if need.is_known():
+                    break
+            capacity.take_account()
 
     def _settle(self, pending: Pending) -> None:
         """The calls launched before it must be settled."""

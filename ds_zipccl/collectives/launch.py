@@ -10,7 +10,7 @@ from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.codec.format import OVERFLOW_BIT, SPILL_SHIFT, layout, spill_need_bytes
 from ds_zipccl.codec.integrity import CODECS
 from ds_zipccl.collectives import streams, switch, transport
-from ds_zipccl.collectives.capacity import Capacity
+from ds_zipccl.collectives.capacity import Capacity, Need
 from ds_zipccl.collectives.registry import Call, CollectiveSpec
 from ds_zipccl.collectives.windows import LaunchWindows
 from ds_zipccl.collectives.words import Words
@@ -45,16 +45,19 @@ class Launch:
         """The class of such calls on the group; rows of ``row_numel`` elements."""
         if self.trial:
             return Capacity.of(row_numel, dtype.itemsize, first_spill)
-        return self._told(self.state.capacity(op, dtype, row_numel, first_spill))
+        return self.up_to_date(self.state.capacity(op, dtype, row_numel, first_spill))
 
     def pair_capacity(self, op: str, peer: int, outgoing: bool, dtype: torch.dtype, numel: int, first_spill: float) -> Capacity:
-        """The class of what goes to or comes from ``peer``."""
+        """The class of what goes to or comes from ``peer``; before it is asked for room it must be brought ``up_to_date``."""
         if self.trial:
             return Capacity.of(numel, dtype.itemsize, first_spill)
-        return self._told(self.state.pair_capacity(op, peer, outgoing, dtype, numel, first_spill))
+        return self.state.pair_capacity(op, peer, outgoing, dtype, numel, first_spill)
 
-    def _told(self, capacity: Capacity) -> Capacity:
+    def up_to_date(self, capacity: Capacity) -> Capacity:
+        """Waits for status words that the class's next call must not go without."""
         capacity.given_windows = self._gives_windows
+        if not self.trial:
+            self.state.bring_up_to_date(capacity)
         return capacity
 
     def windows(self) -> LaunchWindows | None:
@@ -109,7 +112,7 @@ class Flight:
         self.status = torch.empty(1, dtype=torch.int32, device=self.device)          # encode sets it
         self.windows = launch.windows()
         self.key: tuple | None = None               # under which the workspace keeps it
-        self.classes: tuple[Capacity, ...] = ()
+        self.needs: tuple[Need, ...] = ()           # of the call's classes
         self.call: Call | None = None
         self.outputs: tuple[torch.Tensor, ...] = ()
         self.store: Callable[[], None] | None = None
@@ -211,7 +214,7 @@ class Flight:
             self._keep_tensors()
 
     def settle(self, words: list[int]) -> int | None:
-        self.resent = observe(self.classes[0], words)
+        self.resent = observe(self.needs[0], words)
         if not self.resent:
             return None
         self.after_early()
@@ -308,11 +311,11 @@ def largest_word(words: torch.Tensor) -> torch.Tensor:
     return (spill << SPILL_SHIFT | overflow).to(torch.int32).view(1)
 
 
-def observe(capacity: Capacity, words: list[int]) -> bool:
-    """Keeps the capacity of a call whose status words these are; returns whether it must be sent again."""
-    overflow = any([word & OVERFLOW_BIT for word in words])
-    capacity.observe(spill_need_bytes(max(words)), overflow)            # the spill need is in the highest bits
-    return overflow
+def observe(need: Need, words: list[int]) -> bool:
+    """Fills in the need of a call whose status words these are; returns whether it must be sent again."""
+    need.overflow = any([word & OVERFLOW_BIT for word in words])
+    need.num_bytes = spill_need_bytes(max(words))                       # the spill need is in the highest bits
+    return need.overflow
 
 
 def start(spec: CollectiveSpec, call: Call, launch: Launch, kind: Kind | None = None) -> Flight | str:
@@ -325,6 +328,8 @@ def start(spec: CollectiveSpec, call: Call, launch: Launch, kind: Kind | None = 
         arguments = [(name, call.dtype, numel, spec.first_spill) for name in (spec.classes or (call.op,))]
         if kind is not None:
             kind.classes = arguments
+    if spec.flight.two_phases:
+        launch.state.settle()           # its second phase and what was sent again before have one order on every rank
     classes = tuple([launch.capacity(*each) for each in arguments])
     rooms = tuple([capacity.next_call() for capacity in classes])
     if None in rooms:
@@ -336,7 +341,7 @@ def start(spec: CollectiveSpec, call: Call, launch: Launch, kind: Kind | None = 
         return flight
 
     flight = ready(kind, launch, rooms, make)
-    flight.classes = classes
+    flight.needs = tuple([capacity.launched() for capacity in classes])
     flight.begin(call)
     return flight
 

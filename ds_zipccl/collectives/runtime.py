@@ -58,10 +58,11 @@ class Runtime:
         ``reason_against()``: why the front finds the call not eligible (None: it is); not asked for calls that went native before. Must be
         called by all ranks of the group in the same order.
         """
-        self.settle(call.group)
+        self.advance(call.group)
         key = signature(call) if self.config.integrity == "off" else None
         known = self._native_calls.find(key, self.config.reprobe_calls)
         if known is not None:
+            self.before_native(call.group, call.device)
             self.stats.native(call.op, known.reason, known.raw_bytes)
             return None
         spec, zipped_key = self._specs[call.op], key or self._zipped_key(call)
@@ -97,6 +98,7 @@ class Runtime:
                 self.stats.zipped(call.op, flight.raw_bytes, flight.wire_bytes)
                 return work
             reason = started
+        self.before_native(call.group, call.device)
         keeps_arithmetic = reason == "incompressible" and spec.reduces and call.world_size > 2
         raw_bytes = 0 if spec.internal and not keeps_arithmetic else spec.raw_bytes(call)
         self.native(call.op, reason, raw_bytes)
@@ -167,10 +169,22 @@ class Runtime:
             log.debug("%s goes native: %s", op, reason)
 
     def settle(self, group: dist.ProcessGroup) -> None:
-        """Settles the calls in flight on ``group``: before any further collective on it, also one that is none of ours."""
+        """Settles the calls in flight on ``group``: before the host waits for its ranks in a call that is none of ours."""
         for state in self._groups.get(group.group_name, {}).values():
             if state.group is group:
                 state.settle()
+
+    def advance(self, group: dist.ProcessGroup) -> None:
+        """Before any call on the group or its channels, zipped or native."""
+        for state in self._groups.get(group.group_name, {}).values():
+            if state.group is group:
+                state.advance()
+
+    def before_native(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Without a GPU a native call may hold the host, while another rank waits for something from it: the group's thread would have to
+        find that nobody else does it."""
+        if device.type == "cpu":
+            self.settle(group)
 
     def close(self, group: dist.ProcessGroup | None = None) -> None:
         """Completes what is in flight on ``group`` (None: on all) and drops its communicators, whatever fails; then
@@ -256,7 +270,7 @@ class Runtime:
         def launch(piece: Call) -> ZipWork | None:
             nonlocal num_zipped, raw_total, wire_total, ends_raw
             spec, is_last = self._specs[piece.op], piece is pieces[-1]
-            state.settle()
+            state.advance()
             started = self._start(spec, piece, state, call.outputs, store if is_last else None, call.op,
                                   self._kind_of_ours(spec, piece, state))
             if not isinstance(started, str):
@@ -299,6 +313,7 @@ class Runtime:
         """A zipped call that is not counted and leaves no trace in the capacities, for probes; False where it is none. ``kinds``: of the
         probes so far: one that is repeated must cost what a repeated call costs, not what a first one does."""
         kind = next((kind for known, kind in kinds if known is call), None)
+        state.settle()                              # what is sent again must not come between
         if kind is None:
             kind = Kind(spec, self._launch(spec, call, state, trial=True))
             kinds.append((call, kind))

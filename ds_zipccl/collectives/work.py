@@ -22,7 +22,7 @@ class Pending:
         """``on_words``, ``finish``, ``two_phases``: see ``launch.Flight``. ``release``: gives the buffers back. ``streams_of``: the
         group's state, whose GPU streams ``status_stream`` (on which status words are waited for) and ``resend_stream`` are used."""
         self._words, self._status_work, self._payload_work = words, status_work, payload_work
-        self._streams_of, self._two_phases = streams_of, two_phases
+        self._streams_of, self.two_phases = streams_of, two_phases
         self._seen: list[int] | None = None
         self._finish, self._on_words, self._release = finish, on_words, release
         self.outputs = outputs
@@ -55,7 +55,7 @@ class Pending:
             return
         words = self.await_words()
         self.settled = True
-        acts = self._two_phases or any(word & OVERFLOW_BIT for word in words)
+        acts = self.two_phases or any(word & OVERFLOW_BIT for word in words)
         try:
             with streams.On(self._streams_of.resend_stream if acts and self._streams_of else None):
                 self._on_words(words)

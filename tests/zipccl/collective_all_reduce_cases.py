@@ -64,9 +64,8 @@ def case_all_reduce_overflows_in_either_phase(rank, world):
             assert_same_bits(data, expected, name)
             capacity, of_sums = (live.state(dist.group.WORLD, data.device).capacity(op, data.dtype, n // world, 0.0)
                                  for op in ("all_reduce", "all_reduce, sums"))
-            # a class that has just overflowed has forgotten its needs
-            assert (not capacity._recent, not of_sums._recent) == {"sums": (False, True), "none": (False, False)}.get(
-                name, (True, not of_sums._recent)), name
+            parts, sums = (each.overdue().overflow for each in (capacity, of_sums))
+            assert (parts, sums) == {"sums": (False, True), "none": (False, False)}.get(name, (True, sums)), name
 
 
 def case_all_reduces_in_flight(rank, world):

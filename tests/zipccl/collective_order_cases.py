@@ -1,6 +1,7 @@
 """Cases run on every rank by test_collectives.py: ranks that wait in different orders. All of it is legal with native collectives, and none
 of it may take much longer here: a call that needs this rank's host gets it, whatever the host waits for."""
 import contextlib
+import random
 import time
 from datetime import timedelta
 from itertools import combinations
@@ -8,11 +9,11 @@ from itertools import combinations
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.backend import front
+from ds_zipccl.collectives.capacity import CALM_AFTER, LAG
 from ds_zipccl.collectives.registry import Call
 from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits
-from tests.zipccl.collective_helpers import AG, runtime
+from tests.zipccl.collective_helpers import AG, begin, runtime
 
 LIMIT_S = 20                            # of a case's calls; alone they take milliseconds, and a deadlock the group's 60 s
 N = 20000
@@ -33,9 +34,9 @@ def everyone(world, count):
 class Started:
     """A call on ``group`` that needs every member's host after its launch: an all_reduce, or one that overflows. ``check`` waits for it."""
 
-    def __init__(self, live, kind, group, seed, numel=N):
+    def __init__(self, live, kind, group, seed, numel=N, make=None, may_be_native=False):
         self.rank, self.world, self.kind, self.group = group.rank(), group.size(), kind, group
-        make = gaussian if kind == "all_reduce" else random_bits
+        make = make or (gaussian if kind == "all_reduce" else random_bits)
         # Every rank's data is known to all: what was expected must not need a collective of its own.
         datas = [make(self.world * numel, seed=100 * seed + r) for r in range(self.world)]
         datas = [torch.where(data.isnan(), torch.ones_like(data), data) for data in datas]
@@ -52,8 +53,8 @@ class Started:
             assert kind == "reduce_scatter_tensor"
             self.output = torch.empty(numel, dtype=data.dtype)
             self.expected = _sum([d.view(self.world, -1)[self.rank] for d in datas])
-        self.work = front.run(live, Call(kind, self.output, data, group))
-        assert self.work is not None, "the case tests nothing"
+        self.work, self.is_ours = begin(live, Call(kind, self.output, data, group))
+        assert self.is_ours or may_be_native, "the case tests nothing"
 
     def check(self):
         self.work.wait()
@@ -213,3 +214,61 @@ def case_a_call_is_there_before_later_ones_were_launched_everywhere(rank, world)
                 second = Started(live, AG, group, 2, 2 * N)
             second.check()
 
+
+def case_launches_wait_for_no_other_rank(rank, world):
+    """Of classes that have been calm: one rank has launched all its calls before any other launches its first."""
+    small = torch.ones(1)
+    for turn, kind in enumerate(kind for kind in KINDS if kind != "all_reduce"):
+        with runtime() as live:
+            group, other = everyone(world, 2)
+            for i in range(CALM_AFTER + 1):
+                Started(live, kind, group, 70 * turn + i, make=gaussian).check()
+            with in_time():
+                if rank:
+                    dist.broadcast(small, 0, group=other)
+                calls = [Started(live, kind, group, 70 * turn + 10 + i, make=gaussian) for i in range(LAG)]
+                if rank == 0:
+                    dist.broadcast(small, 0, group=other)
+                for call in calls if rank else reversed(calls):
+                    call.check()
+
+
+def case_capacities_agree_however_ranks_wait(rank, world):
+    """Calls of several kinds and sizes, of which some overflow, on one rank or on all, some go native, some are dropped; every rank waits
+    when it likes. A room that differed between ranks would be a frame of another size."""
+    for seed in range(3):
+        common, own = random.Random(seed), random.Random(100 * seed + rank)
+        with runtime() as live:
+            group, flying, dropped, kinds = everyone(world, 1)[0], [], [], set()
+            for i in range(150):
+                kind, numel = common.choices(KINDS, (20, 1, 20, 20))[0], common.choice((N, 1024))
+                bad = common.choice([None] * 30 + [-1, *range(world)])
+                makes = iter([random_bits if bad in (-1, r) else gaussian for r in range(world)])
+                call = Started(live, kind, group, 1000 * seed + i, numel, make=lambda n, seed, makes=makes: next(makes)(n, seed=seed),
+                               may_be_native=True)
+                kinds.add((kind, call.is_ours))
+                if not call.is_ours:
+                    call.check()
+                elif own.random() < 0.9:
+                    flying.append(call)
+                else:
+                    call.work = None
+                    dropped.append(call)
+                while len(flying) > own.randrange(1, 20):
+                    flying.pop(own.randrange(len(flying))).check()
+                if own.random() < 0.05:
+                    time.sleep(0.03)
+                if common.random() < 0.05:
+                    dist.all_reduce(torch.ones(1), group=group)          # past us
+            for call in flying:
+                call.check()
+            live.settle(group)
+            for call in dropped:
+                assert_same_bits(call.output, call.expected, f"{call.kind}, its handle dropped")
+            assert {kind for kind, is_ours in kinds if is_ours} == set(KINDS)
+            state = live.state(group, torch.get_default_device())
+            rooms = [(key, capacity.spill_per_tile, capacity.calls_left_out) for key, capacity in state.capacities.items()]
+            assert len(rooms) >= 5
+            everyones = [None] * world
+            dist.all_gather_object(everyones, rooms)
+            assert all(each == rooms for each in everyones), everyones

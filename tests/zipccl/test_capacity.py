@@ -1,6 +1,9 @@
-"""The sub-pool room of a class of calls: grows after an overflow, shrinks with hysteresis, gives up and tries again."""
+"""The sub-pool room of a class of calls: grows after an overflow, shrinks with hysteresis, gives up and tries again; what launches wait for."""
+import pytest
+import torch
+
 from ds_zipccl.codec.format import DEFAULT_SPILL_PER_TILE
-from ds_zipccl.collectives.capacity import RETRY_AFTER, SHRINK_AFTER, Capacity
+from ds_zipccl.collectives.capacity import CALM_AFTER, LAG, RETRY_AFTER, SHRINK_AFTER, Capacity
 
 GIVE_UP_BYTES = 12288        # 3/16 of a full BF16 tile
 
@@ -92,3 +95,65 @@ def test_an_overflow_of_a_given_window_that_served_until_now_is_no_sign_of_need(
     block.observe(10, False)
     block.observe(5000, True)
     assert block.next_call() is None
+
+
+def launch(capacity):
+    """A call as ``launch.start`` makes it: (room, need). Everything that it must not go without must be known."""
+    while (overdue := capacity.overdue()) is not None:
+        assert overdue.is_known(), "the launch would wait"
+        capacity.take_account()
+    return capacity.next_call(), capacity.launched()
+
+
+def fill(need, num_bytes, overflow=False):
+    need.num_bytes, need.overflow = num_bytes, overflow
+
+
+def test_launches_wait_only_in_new_classes_and_after_overflows():
+    capacity = full_tiles()
+    for _ in range(CALM_AFTER):
+        _, need = launch(capacity)
+        assert capacity.overdue() is need, "the next call of a new class waits for this one"
+        fill(need, 10)
+    needs = [launch(capacity)[1] for _ in range(LAG)]
+    with pytest.raises(AssertionError, match="would wait"):
+        launch(capacity)
+    fill(needs[0], 1800, overflow=True)
+    with pytest.raises(AssertionError, match="would wait"):             # an overflow: all that is in flight counts before the next
+        launch(capacity)
+    for need in needs[1:]:
+        fill(need, 900)
+    assert 1800 * 1.1 <= launch(capacity)[0] <= 1800 * 1.13 + 64
+
+
+def test_rooms_do_not_depend_on_when_needs_become_known():
+    """One rank knows each need at once, others when they are asked for it, or now and then."""
+    generator = torch.Generator().manual_seed(5)
+    wanted = [int(torch.randint(0, 6000, (1,), generator=generator)) if i % 11 == 10 else 40 for i in range(400)]
+
+    def rooms(knows_at_once) -> list:
+        capacity, unknown, found = full_tiles(), [], []
+        for i, num_bytes in enumerate(wanted):
+            while (overdue := capacity.overdue()) is not None:
+                for need, spill, offered in unknown if not overdue.is_known() else ():
+                    fill(need, spill, spill > offered)
+                capacity.take_account()
+            room = capacity.next_call()
+            found.append(room)
+            if room is not None:
+                unknown.append((capacity.launched(), num_bytes, room))
+            if knows_at_once(i):
+                for need, spill, offered in unknown:
+                    fill(need, spill, spill > offered)
+                unknown = []
+        return found
+
+    first = rooms(lambda i: True)
+    assert first == rooms(lambda i: False) == rooms(lambda i: i % 3 == 0) and len(set(first)) > 4
+
+
+def test_a_call_that_failed_leaves_no_trace():
+    capacity, other = full_tiles(), full_tiles()
+    capacity.launched()
+    capacity.take_account()
+    assert capacity == other and capacity.overdue() is None

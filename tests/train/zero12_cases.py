@@ -1,6 +1,7 @@
 """Cases run on every rank by test_zero12.py: ZeRO 1 and 2 with their gradients reduce-scattered to the owners."""
 import copy
 import functools
+from unittest import mock
 
 import deepspeed
 import torch
@@ -355,7 +356,8 @@ def case_muon_matrices_with_several_owners(rank, world):
     """Split matrices are needed whole on each of their owners: those buckets are DeepSpeed's."""
     how = dict(steps=2, optimizer={"type": "Muon", "params": {"lr": 1e-2}}, zero={"reduce_bucket_size": 12000})
     for stage in (1, 2):
-        section = compare(stage, **how)[1] if world == 2 else run(stage, zipccl={}, **how)[3]
+        with mock.patch.object(torch._dynamo.config, "disable", True):          # DeepSpeed compiles the orthogonalization: 10 s
+            section = compare(stage, **how)[1] if world == 2 else run(stage, zipccl={}, **how)[3]
         assert section["native_several_owners"] > 0 and section["straight"] + section["two_phase"] > 0, section
         assert reasons(section) <= {"several_owners", "min_bytes", "no_gain"}, section
 

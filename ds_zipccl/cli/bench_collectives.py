@@ -40,8 +40,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--choice", choices=("always", "adaptive"), default="always",
                         help="always: ours is zipped whenever eligible; adaptive: the switch decides")
-    parser.add_argument("--transport", choices=("process_group", "symmetric_memory"), default="process_group",
-                        help="symmetric_memory: ours goes one-sided where it can (decision says one-sided)")
+    parser.add_argument("--transport", choices=("process_group", "symmetric_memory", "adaptive"), default="process_group",
+                        help="symmetric_memory: ours goes one-sided where it can (decision says one-sided); adaptive: where that is faster")
     parser.add_argument("--iters", type=int, default=11, help="turns (default 11)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kernels", choices=("best", *loader.NAMES), default="best")

@@ -23,8 +23,8 @@ class Known:
 
 
 def signature(call: Call) -> tuple | None:
-    """All that a lasting decision depends on; None for forms with lists and uneven splits, whose decisions do not last. Does not keep the
-    group alive."""
+    """All that a lasting decision depends on; None for forms with lists (``list_signature``) and with splits, whose sizes seldom come
+    again. Does not keep the group alive."""
     out, data = call.output, call.input
     if not isinstance(out, torch.Tensor) or not isinstance(data, torch.Tensor) or call.input_splits or call.output_splits:
         return None
@@ -33,9 +33,11 @@ def signature(call: Call) -> tuple | None:
 
 
 def list_signature(call: Call) -> tuple | None:
-    """The same of a form with a list of strided tensors on one side; None for other calls. Reasons for native are not kept under it."""
+    """The same of a form with lists of strided tensors, one for each rank; None for other calls."""
     out, data = call.outputs, call.inputs
-    if not isinstance(call.output, tuple) and not isinstance(call.input, tuple) or len(out) + len(data) != call.world_size + 1:
+    if not isinstance(call.output, tuple) and not isinstance(call.input, tuple):
+        return None
+    if any(len(side) != call.world_size for side in (call.output, call.input) if isinstance(side, tuple)):
         return None
     dtype, device = call.dtype, call.device
     for t in (*out, *data):

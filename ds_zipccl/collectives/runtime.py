@@ -59,14 +59,13 @@ class Runtime:
         called by all ranks of the group in the same order.
         """
         self.advance(call.group)
-        key = signature(call) if self.config.integrity == "off" else None
+        key = self._key(call)
         known = self._native_calls.find(key, self.config.reprobe_calls)
         if known is not None:
             self.before_native(call.group, call.device)
             self.stats.native(call.op, known.reason, known.raw_bytes)
             return None
-        spec, zipped_key = self._specs[call.op], key or self._zipped_key(call)
-        kind = self._known_kind(zipped_key, call)
+        spec, kind = self._specs[call.op], self._known_kind(key, call)
         if kind is not None:
             reason, state = None, kind.state
         else:
@@ -75,13 +74,13 @@ class Runtime:
                 check(spec, call, self.state(call.group, call.device))
             state = None if reason else self.state(call.group, call.device)
         if reason is None and self._one_sided.wanted:
-            work = self._run_one_sided(spec, call, state, kind, zipped_key)
+            work = self._run_one_sided(spec, call, state, kind, key)
             if work is not None:
                 return work
         if reason is None:
             reason = self._choose(spec, call, state)
             if reason is ONE_SIDED:
-                work, reason = self._run_one_sided(spec, call, state, kind, zipped_key), None
+                work, reason = self._run_one_sided(spec, call, state, kind, key), None
                 if work is not None:
                     return work
         if reason is None:
@@ -91,7 +90,7 @@ class Runtime:
                 pieces = parts.cut(spec, inner, self.config)
                 if len(pieces) > 1:
                     return self._run_parts(call, pieces, state, store)
-                kind = self._new_kind(zipped_key, spec, call, state) if inner is call else self._kind_of_ours(spec, inner, state)
+                kind = self._new_kind(key, spec, call, state) if inner is call else self._kind_of_ours(spec, inner, state)
             started = self._start(spec, inner, state, call.outputs, store, kind=kind)
             if not isinstance(started, str):
                 work, flight = started
@@ -119,8 +118,8 @@ class Runtime:
 
     def _remember_native(self, key: tuple | None, spec: CollectiveSpec, call: Call, reason: str, raw_bytes: int,
                          state: GroupState | None) -> None:
-        """An all-to-all of equal pieces is remembered where the switch found all of them slower, which both ends of a pair know alike; not
-        on a CPU, where a rank without zipped pieces takes part in the others' words."""
+        """An all-to-all of equal pieces, or of lists, is remembered where the switch found all of them slower, which both ends of a pair
+        know alike; not on a CPU, where a rank without zipped pieces takes part in the others' words."""
         measured = None
         if spec.pairwise:
             if reason != "native_is_faster" or call.device.type != "cuda":
@@ -141,18 +140,18 @@ class Runtime:
             return None
         return None if call.device.type == "cuda" and streams.is_capturing() else kind
 
-    def _zipped_key(self, call: Call) -> tuple | None:
+    def _key(self, call: Call) -> tuple | None:
         """By which calls of one kind are known; None: such a call may not come again, or all ranks check each."""
         return None if self.config.integrity != "off" else signature(call) or list_signature(call)
 
     def _kind_of_ours(self, spec: CollectiveSpec, call: Call, state: GroupState) -> Kind | None:
         """Of a call that is ours, not the user's: nothing follows from it for his."""
-        key = self._zipped_key(call)
+        key = self._key(call)
         key = key and ("ours", *key)
         return self._known_kind(key, call) or self._new_kind(key, spec, call, state)
 
     def _new_kind(self, key: tuple | None, spec: CollectiveSpec, call: Call, state: GroupState) -> Kind | None:
-        if key is None or not _is_plain(call.output) or not _is_plain(call.input):
+        if key is None or spec.pairwise and isinstance(call.input, tuple) or not _is_plain(call.output) or not _is_plain(call.input):
             return None
         if len(self._kinds) >= MAX_KINDS:
             self._kinds.clear()
@@ -312,6 +311,9 @@ class Runtime:
     def _run_to_end(self, spec: CollectiveSpec, call: Call, state: GroupState, kinds: list[tuple[Call, Kind]]) -> bool:
         """A zipped call that is not counted and leaves no trace in the capacities, for probes; False where it is none. ``kinds``: of the
         probes so far: one that is repeated must cost what a repeated call costs, not what a first one does."""
+        key = self._key(call)                       # finding out how a call goes is part of its price
+        self._native_calls.find(key, 0)
+        self._known_kind(key, call)
         kind = next((kind for known, kind in kinds if known is call), None)
         state.settle()                              # what is sent again must not come between
         if kind is None:

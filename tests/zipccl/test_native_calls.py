@@ -2,13 +2,16 @@
 import torch
 
 from ds_zipccl.collectives.cost import Costs, Curve
-from ds_zipccl.collectives.native_calls import MAX_KNOWN, NativeCalls, signature
+from ds_zipccl.collectives.native_calls import MAX_KNOWN, NativeCalls, list_signature, signature
 from ds_zipccl.collectives.registry import Call
 from ds_zipccl.collectives.switch import Measured
 
 
 class Group:
     """Stands for a process group: equal to itself only."""
+
+    def size(self):
+        return 2
 
 
 GROUP = Group()
@@ -43,6 +46,19 @@ def test_what_does_not_last_is_not_remembered():
     assert signature(lists) is None and signature(uneven) is None
     known.remember(None, "dtype", 1, None)
     assert known.find(None, 0) is None
+
+
+def test_lists_are_found_by_the_sizes_of_all_their_tensors():
+    def lists(out, data, op="all_gather"):
+        tensors = [tuple(torch.empty(n, dtype=torch.bfloat16) for n in side) for side in (out, data)]
+        return Call(op, *(side if len(side) > 1 else side[0] for side in tensors), GROUP)
+
+    keys = {list_signature(call) for call in (
+        lists([8, 8], [8]), lists([8, 9], [8]), lists([8, 8], [9]), lists([8], [8, 8]), lists([8, 8], [8], "other"),
+        lists([8, 8], [8, 8], "all_to_all"), lists([8, 8], [7, 8], "all_to_all"))}
+    assert len(keys) == 7 and None not in keys
+    assert list_signature(lists([8, 8], [8])) in keys
+    assert list_signature(lists([8, 8, 8], [8])) is None and list_signature(lists([8], [8])) is None
 
 
 def test_the_switch_counts_these_calls_and_decides_anew_when_it_is_due():

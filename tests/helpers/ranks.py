@@ -1,9 +1,9 @@
-"""Runs many distributed cases in one set of processes: ranks are spawned once per world size, results are kept for the
+"""Runs many distributed cases in one set of processes: ranks are started once per module and world size, results are kept for the
 session.
 
 A *case* is a function ``case(rank, world_size)`` of an importable module; it raises to fail. Cases run in the order
 given. When a case fails on a rank, the ranks may be out of step, so nothing after it is run: later cases report which
-one broke the run. A module may have an ``init_process_group(backend, **kwargs)`` of its own.
+one broke the run. A module may have an ``init_process_group(backend, **kwargs)`` of its own, and say ``SPAWNED = True`` (processes.py).
 """
 import functools
 import importlib
@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests.helpers.processes import DEVICE, run_ranks
 
 COLLECTIVE_TIMEOUT_S = 60
-DEVICE = os.environ.get("ZIPSCAPE_TEST_DEVICE", "cpu")        # "cuda": NCCL, one GPU a rank
 
 
 def _rank_main(rank: int, world_size: int, module: str, names: tuple[str, ...], folder: str) -> None:
@@ -42,26 +42,27 @@ def _rank_main(rank: int, world_size: int, module: str, names: tuple[str, ...], 
         Path(folder, f"{name}.{rank}").write_text(outcome)
         if outcome != "ok":
             os._exit(1)
-    dist.destroy_process_group()
+    if dist.is_initialized():           # a case may have ended it
+        dist.destroy_process_group()
 
 
 @functools.cache
 def outcomes(module: str, names: tuple[str, ...], world_size: int) -> dict[str, list[str]]:
-    """{case: outcome per rank}: "ok", a traceback, or why it did not run. Spawns ``world_size`` processes at the first
+    """{case: outcome per rank}: "ok", a traceback, or why it did not run. Starts ``world_size`` processes at the first
     call."""
     with tempfile.TemporaryDirectory() as folder:
-        failure = ""
-        try:
-            mp.spawn(_rank_main, (world_size, module, names, folder), nprocs=world_size)
-        except Exception as error:
-            failure = str(error)
+        spawned = getattr(importlib.import_module(module), "SPAWNED", False)
+        verdicts = run_ranks(_rank_main, (world_size, module, names, folder), world_size, folder, spawned)
         result, broken = {}, None
         for name in names:
             files = [Path(folder, f"{name}.{rank}") for rank in range(world_size)]
-            texts = [f.read_text() if f.exists() else f"not run: {broken or failure or 'the process died'}" for f in files]
+            texts = [f.read_text() if f.exists() else f"not run: {broken or verdict or 'the others failed'}"
+                     for f, verdict in zip(files, verdicts, strict=True)]
             result[name] = texts
             if broken is None and any(t != "ok" for t in texts):
                 broken = f"{name} failed before it"
+        if broken is None and any(verdicts):
+            result[names[-1]] = [verdict or "ok" for verdict in verdicts]         # all passed, and the end of a process did not
         return result
 
 

@@ -29,6 +29,8 @@ ALL_GATHER_DIM = getattr(functional, "all_gather_single", None) or functional.al
 REDUCE_SCATTER_DIM = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 ALL_GATHER_COALESCED = getattr(functional, "all_gather_single_coalesced", None) or functional.all_gather_into_tensor_coalesced
 
+SPAWNED = True         # without DeepSpeed, which forked ranks have
+
 
 def case_the_group_is_ours(rank, world):
     assert dist.get_backend() == "zipccl" and isinstance(dist.group.WORLD, ZipProcessGroup)

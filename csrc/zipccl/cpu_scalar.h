@@ -1,4 +1,5 @@
-// Block operations (cpu_block.h) without SIMD: what the vector versions must equal, and what other architectures run.
+// Block operations (cpu_block.h) without instructions that only some machines have: what the others must equal, and what other architectures
+// run.
 #pragma once
 
 #include <cstddef>
@@ -6,6 +7,16 @@
 #include "cpu_block.h"
 
 namespace zipccl {
+
+// Vectors of 16 bytes, which compilers have on every architecture.
+typedef uint8_t U8x16 __attribute__((vector_size(16)));
+typedef uint16_t U16x8 __attribute__((vector_size(16)));
+typedef uint32_t U32x4 __attribute__((vector_size(16)));
+#if defined(__clang__)
+#define ZIPCCL_SHUFFLE(T, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define ZIPCCL_SHUFFLE(T, a, b, ...) __builtin_shuffle(a, b, T{__VA_ARGS__})
+#endif
 
 struct Scalar {
     enum { kFetchBlocksAhead = 0 };
@@ -49,6 +60,12 @@ struct Scalar {
         }
         std::memcpy(zeros, lanes, sizeof(lanes));
     }
+    // Without an instruction for it the compiler's own is a call of a function.
+    static ZIPCCL_INLINE int count_bits(uint64_t n) {
+        n -= n >> 1 & 0x5555555555555555;
+        n = (n & 0x3333333333333333) + (n >> 2 & 0x3333333333333333);
+        return static_cast<int>(((n + (n >> 4)) & 0x0F0F0F0F0F0F0F0F) * 0x0101010101010101 >> 56);
+    }
     // So many steps are taken for the escapes of two lanes whether they exist or not: they are few, and so the branch behind
     // the steps is nearly always the same.
     enum { kFewEscapes = 5 };
@@ -72,7 +89,7 @@ struct Scalar {
         for (int i = 0; i < kBlockLanes / 2; ++i) {
             const uint8_t* const two = exponents + 16 * i;
             uint64_t left = zeros[i];
-            const int count = __builtin_popcountll(left);
+            const int count = count_bits(left);
             for (int n = 0; n < kFewEscapes; ++n, left &= left - 1) next[n] = two[kPlaces.at[first_of(left)]];
             for (int n = kFewEscapes; n < count; ++n, left &= left - 1) next[n] = two[kPlaces.at[first_of(left)]];
             next += count;
@@ -84,7 +101,7 @@ struct Scalar {
                                  uint8_t* exponents) {
         static constexpr PairTable kPlaces = pair_table();
         uint64_t zeros[kBlockLanes / 2];
-        unpack_and_add(packed, lo * 0x01010101, exponents);
+        unpack_and_add(packed, static_cast<uint8_t>(lo), exponents);
         if (mode == kZeroMode)
             for (int e = 0; e < kBlockElems; ++e) {
                 const uint8_t other = exponents[e] == static_cast<uint8_t>(lo + kZeroCode) ? 0 : 255;
@@ -95,7 +112,7 @@ struct Scalar {
         for (int i = 0; i < kBlockLanes / 2; ++i) {
             uint8_t* const two = exponents + 16 * i;
             uint64_t left = zeros[i];
-            const int count = __builtin_popcountll(left);
+            const int count = count_bits(left);
             uint8_t& last = two[kPlaces.at[63]];  // where steps without an escape go, too
             const uint8_t kept = left >> 63 ? next[count - 1] : last;
             for (int n = 0; n < kFewEscapes; ++n, left &= left - 1) two[kPlaces.at[first_of(left)]] = next[n];
@@ -130,21 +147,32 @@ struct Scalar {
 
     static void unpack(const uint8_t* packed, uint8_t* values) { unpack_and_add(packed, 0, values); }
 
-    // Each value plus the byte of `add` in its place; no sum may be above 255.
-    static ZIPCCL_INLINE void unpack_and_add(const uint8_t* __restrict packed, uint32_t add, uint8_t* __restrict values) {
-        for (int lane = 0; lane < kBlockLanes; ++lane) {
-            const uint32_t words[3] = {load<uint32_t>(packed + 4 * lane), load<uint32_t>(packed + 128 + 4 * lane),
-                                       load<uint32_t>(packed + 256 + 4 * lane)};
-            const uint32_t last = (words[0] >> 15 & 0x00010001) | (words[1] >> 14 & 0x00020002) | (words[2] >> 13 & 0x00040004);
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; ++i) {  // two pairs
-                const int p = 2 * i, q = p + 1;
-                const uint32_t a = words[p % 3] >> 3 * (p / 3) & 0x00070007;
-                const uint32_t b = q == 15 ? last : words[q % 3] >> 3 * (q / 3) & 0x00070007;
-                const uint32_t two = ((a | a >> 8) & 0xFFFF) | ((b << 8 | b << 16) & 0xFFFF0000);
-                store(values + 256 * (i / 2) + 8 * lane + 4 * (i % 2), two + add);
+    // Each value plus `add`, modulo 256. Four lanes at once; letters stand for w, digits for h, so a byte of lane 0 is a0 to d1.
+    static ZIPCCL_INLINE void unpack_and_add(const uint8_t* packed, uint8_t add, uint8_t* values) {
+        const U8x16 addends = U8x16{} + add;
+        for (int lane = 0; lane < kBlockLanes; lane += 4) {
+            U16x8 words[4];  // a u16 is a half of a lane's word; the fourth is pair 15
+            for (int k = 0; k < 3; ++k) words[k] = load<U16x8>(packed + 128 * k + 4 * lane);
+            words[3] = words[0] >> 15 | (words[1] >> 14 & 2) | (words[2] >> 13 & 4);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) {
+                const U16x8 ab = code_of(words, 4 * j, 0) | code_of(words, 4 * j + 1, 8);  // lane 0: a0 b0, a1 b1; lane 1 ...
+                const U16x8 cd = code_of(words, 4 * j + 2, 0) | code_of(words, 4 * j + 3, 8);
+                const U32x4 first = reinterpret_cast<U32x4>(ZIPCCL_SHUFFLE(U16x8, ab, cd, 0, 8, 1, 9, 2, 10, 3, 11));
+                const U32x4 second = reinterpret_cast<U32x4>(ZIPCCL_SHUFFLE(U16x8, ab, cd, 4, 12, 5, 13, 6, 14, 7, 15));
+                const U8x16 half0 = reinterpret_cast<U8x16>(ZIPCCL_SHUFFLE(U32x4, first, second, 0, 2, 4, 6));  // a0 b0 c0 d0 of each
+                const U8x16 half1 = reinterpret_cast<U8x16>(ZIPCCL_SHUFFLE(U32x4, first, second, 1, 3, 5, 7));
+                uint8_t* const to = values + 256 * j + 8 * lane;
+                store(to, ZIPCCL_SHUFFLE(U8x16, half0, half1, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23) + addends);
+                store(to + 16, ZIPCCL_SHUFFLE(U8x16, half0, half1, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31) + addends);
             }
         }
+    }
+    // The codes of pair `p`, moved to bit `at`, 0 or 8.
+    static ZIPCCL_INLINE U16x8 code_of(const U16x8 (&words)[4], int p, int at) {
+        const int from = p == 15 ? 0 : 3 * (p / 3);
+        const U16x8 word = words[p == 15 ? 3 : p % 3];
+        return (from >= at ? word >> (from - at) : word << (at - from)) & static_cast<uint16_t>(7 << at);
     }
 
     template <class D>
@@ -153,7 +181,15 @@ struct Scalar {
     }
     template <class D>
     static void join(const uint8_t* exponents, const uint8_t* planes, const uint8_t* extra, uint8_t* x) {
-        join_block<D>(exponents, planes, extra, x);
+        if constexpr (std::is_same_v<D, Bf16>) {
+            for (int e = 0; e < kBlockElems; ++e) {
+                const uint8_t even = static_cast<uint8_t>((exponents[e] | 0xFE) + 1);  // 255 or 0: a shift of bytes by 7 takes
+                x[2 * e] = static_cast<uint8_t>((0x80 & ~even) | (planes[e] & 0x7F));  // seven additions without newer instructions
+                x[2 * e + 1] = static_cast<uint8_t>((planes[e] & 0x80) | exponents[e] >> 1);
+            }
+        } else {
+            join_block<D>(exponents, planes, extra, x);
+        }
     }
     template <class D>
     static void accumulate(const uint8_t* x, float* sum, bool first) {

@@ -116,7 +116,8 @@ class Uneven(nn.Module):
 def _routes(step, rank, world):
     """C36: nearly even; everything to one rank; a ring; a rank that sends nothing to others; a rank that nobody sends to; few to most."""
     numel = 4 * TOKENS
-    everybody = torch.randint(world, (numel,), generator=torch.Generator().manual_seed(10 * step + rank))
+    generator = torch.Generator("cpu").manual_seed(10 * step + rank)
+    everybody = torch.randint(world, (numel,), generator=generator, device="cpu").to(torch.get_default_device())
     return (everybody, torch.full_like(everybody, world - 1), torch.full_like(everybody, (rank + 1) % world),
             everybody if rank else torch.zeros_like(everybody), everybody.clamp(min=1),
             torch.where(torch.arange(numel) < 3, everybody, 0))[step]

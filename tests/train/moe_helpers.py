@@ -43,8 +43,8 @@ class Net(nn.Module):
 
 
 def samples(step: int, count: int = 4) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randn(count, TOKENS, DIM, generator=generator).bfloat16()
+    generator = torch.Generator("cpu").manual_seed(100 * step + dist.get_rank())
+    return torch.randn(count, TOKENS, DIM, generator=generator, device="cpu").bfloat16().to(torch.get_default_device())
 
 
 def settings(stage: int, zipccl: dict | None) -> dict:
@@ -78,7 +78,7 @@ def train(make_model, stage: int, zipccl: dict | None, inputs=lambda step: (samp
         engine.backward(loss)
         engine.step()
         bits.append(loss.item().hex())
-    bits += [p.detach().contiguous().view(torch.uint8).numpy().tobytes().hex() for p in engine.module.parameters()]
+    bits += [p.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes().hex() for p in engine.module.parameters()]
     return bits, close(engine)
 
 

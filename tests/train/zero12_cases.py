@@ -323,9 +323,9 @@ def case_experts_have_groups_of_their_own(rank, world):
             {"params": list(model.parameters()), "name": "all"})
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
         engine, *_ = deepspeed.initialize(model=model, model_parameters=params, config=config)
-        generator, seen = torch.Generator().manual_seed(rank), []
+        generator, seen = torch.Generator("cpu").manual_seed(rank), []
         for _ in range(4):
-            loss = engine(torch.randint(0, VOCAB, (4, 8), generator=generator))
+            loss = engine(torch.randint(0, VOCAB, (4, 8), generator=generator, device="cpu").to(engine.device))
             engine.backward(loss)
             engine.step()
             seen.append(loss.item())

@@ -28,9 +28,14 @@ class Run:
 
 
 def batches(rank: int):
-    generator = torch.Generator().manual_seed(100 + rank)
+    generator = torch.Generator("cpu").manual_seed(100 + rank)
     while True:
-        yield torch.randint(0, VOCAB, (4, 7), generator=generator)
+        yield tokens((4, 7), generator)
+
+
+def tokens(shape, generator: torch.Generator) -> torch.Tensor:
+    """The same on every device."""
+    return torch.randint(0, VOCAB, shape, generator=generator, device="cpu").to(torch.get_default_device())
 
 
 def hash_of(module: nn.Module) -> str:
@@ -38,7 +43,7 @@ def hash_of(module: nn.Module) -> str:
     digest = hashlib.sha256()
     with deepspeed.zero.GatheredParameters(list(module.parameters())):
         for parameter in module.parameters():
-            digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -114,10 +119,10 @@ def compare(between=None, *, world_size: int, extra: dict | None = None, unknown
 
 def sample_loss(engine, seed: int = 7) -> str:
     """A forward pass of the bare module, without gradients."""
-    tokens = torch.randint(0, VOCAB, (3, 5), generator=torch.Generator().manual_seed(seed))
+    sample = tokens((3, 5), torch.Generator("cpu").manual_seed(seed))
     engine.module.eval()
     with torch.no_grad():
-        loss = engine.module(tokens)
+        loss = engine.module(sample)
     engine.module.train()
     return loss.item().hex()
 

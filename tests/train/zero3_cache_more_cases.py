@@ -228,10 +228,10 @@ def _randomize(engine, names, spread: float, seed: int) -> None:
     """On all ranks alike: exponents far apart, which frames have little or no room for."""
     parameters = [p for name, p in engine.module.named_parameters() if name in names]
     with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator("cpu").manual_seed(seed)
         for p in parameters:
-            scale = torch.randn(p.numel(), generator=generator).mul(spread).exp2()
-            p.data.copy_((torch.randn(p.numel(), generator=generator) * scale * 0.01).view_as(p))
+            scale, data = (torch.randn(p.numel(), generator=generator, device="cpu") for _ in range(2))
+            p.data.copy_((data * scale.mul(spread).exp2() * 0.01).view_as(p))
     if isinstance(engine.optimizer.fp32_partitioned_groups_flat, list):
         engine.optimizer.refresh_fp32_params()
 

@@ -368,8 +368,9 @@ def case_new_process_group_starts_afresh(rank, world_size):
         deepspeed_dist.destroy_process_group()
         assert deepspeed_comm.live_runtime() is None and not first._groups
         store = dist.FileStore(str(Path(folders[0], "store")), world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        deepspeed_dist.init_distributed("gloo", verbose=False)
+        backend = "nccl" if torch.get_default_device().type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        deepspeed_dist.init_distributed(backend, verbose=False)
         model = Net()
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(),
                                           config=settings(1, "bf16", zipccl=ZIPPED))

@@ -11,6 +11,10 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get(
 if (Path(sys.prefix) / "torch_extensions").is_dir():
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 
+# Small tensors: more threads only wait for each other, which took some tests ten times as long on a busy machine. Before torch is imported;
+# tests of several threads set their number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 _MPI = Path(__file__).parent / "mpi"
 
 

@@ -101,13 +101,13 @@ def case_steps_wait_for_nothing_more_on_the_host_at_2(rank, world):
         for one in (None, section):
             waits = HostWaits()
             config = zero_cases.settings(stage, "bf16", **({} if one is None else {"zipccl": one}))
-            _train(config, stage, lambda step, waits=waits: waits.watching() if step == 3 else contextlib.nullcontext())
+            _train(config, stage, lambda step, waits=waits: waits.watching() if step == 2 else contextlib.nullcontext(), steps=3)
             assert not waits.ours, (stage, one, waits.ours)
             counts.append(waits.others)
         assert 0 < counts[1] <= counts[0], (stage, counts)
 
 
-def _train(config, stage, around, steps=4):
+def _train(config, stage, around, steps):
     """``zero_cases.train`` with ``around(step)`` around its micro steps."""
     step, inner = iter(range(10**9)), zero_cases.deepspeed.initialize
 

@@ -206,7 +206,7 @@ def case_the_mask_is_gathered_behind_the_next_step(rank, world_size):
 
     def late(message):
         if rank:
-            store.wait([f"returned {world_size} {flow.num_steps}"], timedelta(seconds=30))
+            store.wait([f"returned {world_size} {flow.num_steps}"], timedelta(seconds=60))
         send(message)
 
     flow._send_mask = late

@@ -112,7 +112,7 @@ def case_a_dropped_handle_is_completed_by_destroy(rank, world):
 
 def case_abort_is_prompt(rank, world):
     """A call that the other ranks never make: its rank is free at once, where the group would wait for its timeout."""
-    group = dist.new_group(timeout=timedelta(seconds=15))
+    group = dist.new_group(timeout=timedelta(seconds=120))
     gather_is_right(group)
     start = time.monotonic()
     out = torch.empty(world * 3000, dtype=BF16)
@@ -121,7 +121,7 @@ def case_abort_is_prompt(rank, world):
     for _ in range(2):
         with pytest.raises(CollectiveError, match="aborted") if work else contextlib.nullcontext():
             work and work.wait()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 40
     gather_is_right(None)
 
 

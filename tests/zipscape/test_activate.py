@@ -185,13 +185,13 @@ print(json.dumps(activate.failures))
 
 
 def test_our_part_of_import_torch_is_below_5_ms():
-    """Module loading and the entry point, the best of five fresh processes: other load on the machine only adds."""
+    """Module loading and the entry point, the best of five fresh processes, in CPU time: other load on the machine only adds."""
     code = """
 import logging, traceback, time, os, sys, json  # what torch has loaded by then
-begin = time.perf_counter()
+begin = time.process_time()
 from zipscape.activate import autoload
 autoload()
-print(json.dumps((time.perf_counter() - begin) * 1e3))
+print(json.dumps((time.process_time() - begin) * 1e3))
 """
     times_ms = [last_json(run(code)[0]) for _ in range(5)]
     assert min(times_ms) < 5.0, times_ms

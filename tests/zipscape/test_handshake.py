@@ -46,9 +46,11 @@ def record(**changes):
 def agree_on_all(connect, records, timeout_s=40.0, delays_s=None):
     """Outcome of each rank: the list of records, or the text of the error. A rank whose record is None never comes."""
     outcomes, times_s = [None] * len(records), [0.0] * len(records)
+    connected = threading.Barrier(sum(mine is not None for mine in records))
 
     def rank_main(rank):
         store = connect()
+        connected.wait(50)                          # connecting takes as long as it takes; the handshake's time begins here
         time.sleep((delays_s or {}).get(rank, 0.0))
         begin = time.monotonic()
         try:

@@ -3,6 +3,7 @@ import contextlib
 import itertools
 import json
 import os
+import statistics
 import sys
 import tempfile
 from argparse import Namespace
@@ -23,11 +24,11 @@ from zipscape.errors import ZipScapeError, describe
 from zipscape.machine import write_json
 
 HELP = "training steps: ZeRO natively against zipped, and against the lossy rivals"
-DESCRIPTION = """Trains a GPT on random tokens with DeepSpeed, every run from the same start. speedup: of the median step against the run's
-rival; the run "again" is native once more: its speedup is the noise, and its losses show whether training repeats itself at all. f: the
-exposed share of communication in the rival's step (GPU); s: how many times faster the collectives are alone, measured in the same process;
-bound = 1 / (1 - f + f / s); reached = speedup / bound. losses: equal to the rival's in all bits, or not. Exit status 1 if a run that
-promises equal losses has others."""
+DESCRIPTION = """Trains a GPT on random tokens with DeepSpeed, every run from the same start, in rounds: all runs in turn, then all again,
+every other round backwards. speedup: of the median step against the run's rival; the run "again" is native once more: its speedup is the
+noise, and its losses show whether training repeats itself at all. f: the exposed share of communication in the rival's step (GPU); s: how
+many times faster the collectives are alone, measured in the same process; bound = 1 / (1 - f + f / s); reached = speedup / bound. losses:
+equal to the rival's in all bits, or not. Exit status 1 if a run that promises equal losses has others."""
 COLUMNS = ("transport", "model", "stage", "tokens", "run", "step ms", "speedup", "f", "s", "bound", "reached", "exposed ms", "codec ms",
            "wire MB", "ratio", "GiB", "losses")
 #: What NCCL is told. "as_is": whatever it finds, NVLink where there is one.
@@ -78,7 +79,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--min-bytes", type=int, default=1 << 20, help="of the zipped runs' configuration (default 1048576)")
     parser.add_argument("--bucket-size", type=int, default=500_000_000, help="DeepSpeed's reduce_bucket_size (default 5e8, as there)")
     parser.add_argument("--seq-len", type=int, default=2048, help="default 2048")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps a run (default 10)")
+    parser.add_argument("--rounds", type=int, default=2, help="of all runs (default 2)")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps a run and round (default 10)")
     parser.add_argument("--warmup", type=int, default=6, help="steps before them, probes included (default 6)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ranks", type=int, default=None, metavar="N", help="spawn N ranks here instead of using a launcher")
@@ -104,8 +106,9 @@ def _check(args) -> None:
     for tokens in args.tokens.split(","):
         if not tokens.isdigit() or int(tokens) < 1 or int(tokens) % args.seq_len:
             raise ZipScapeError(describe("--tokens", got=tokens, expected=f"multiples of --seq-len ({args.seq_len})"))
-    if args.steps < 1 or args.warmup < 0:
-        raise ZipScapeError(describe("--steps and --warmup", got=f"{args.steps}, {args.warmup}", expected=">= 1, >= 0"))
+    if args.steps < 1 or args.warmup < 0 or args.rounds < 1:
+        raise ZipScapeError(describe("--steps, --warmup and --rounds", got=f"{args.steps}, {args.warmup}, {args.rounds}",
+                                     expected=">= 1, >= 0, >= 1"))
     if transports != ["as_is"] and (ranks.launched() or args.device == "cpu"):
         raise ZipScapeError(describe("--transports are settings of NCCL's, made before the ranks start", got=args.transports,
                                      expected="--ranks N on GPUs, or as_is", todo="or set them in the launcher's environment"))
@@ -143,15 +146,18 @@ def _bench(args, transport: str, rows_path: str, rows_before: list[dict], comman
     speedups = _collectives(args)
     for model, stage, tokens in itertools.product(_list(args, "models", step_run.SIZES), _list(args, "stages", ("1", "2", "3")),
                                                   map(int, args.tokens.split(","))):
-        done: dict[str, dict] = {}
-        for name in _list(args, "runs", RUNS):
-            plan = RUNS[name]
-            if int(stage) not in plan.stages or plan.rival not in (None, *done):
-                continue
-            micro_batch = tokens // args.seq_len
-            job = step_run.Job(model=model, seq_len=args.seq_len, micro_batch=micro_batch, steps=args.steps, warmup=args.warmup,
-                               device=args.device, config=_config(plan, int(stage), micro_batch, args))
-            done[name] = step_run.run(job)
+        plans = {name: RUNS[name] for name in _list(args, "runs", RUNS) if int(stage) in RUNS[name].stages}
+        plans = {name: plan for name, plan in plans.items() if plan.rival in (None, *plans)}
+        jobs = {name: _job(plan, model, int(stage), tokens, args) for name, plan in plans.items()}
+        found: dict[str, list[dict]] = {name: [] for name in plans}
+        for turn in range(args.rounds):
+            for name in reversed(plans) if turn % 2 else plans:
+                found[name].append(step_run.run(jobs[name]))
+                if first and args.rounds > 1:
+                    step_ms = found[name][-1]["step_ms"]
+                    print(f"round {turn + 1}  {transport}  {model}  stage {stage}  {name}  step ms {step_ms:.1f}", flush=True)
+        done = {name: merged(rounds) for name, rounds in found.items()}
+        for name, plan in plans.items():
             row = _row(name, done, int(stage), speedups) | {"transport": transport, "model": model, "tokens": tokens}
             bad = torch.tensor([int(row["losses"] == "differ" and plan.equal and dist.get_world_size() == 2)], device=args.device)
             dist.all_reduce(bad)
@@ -166,6 +172,21 @@ def _bench(args, transport: str, rows_path: str, rows_before: list[dict], comman
     if status and first:
         print("ds_zipccl: losses differ where equal ones are promised", file=sys.stderr)
     return status
+
+
+def merged(rounds: list[dict]) -> dict:
+    """What ``step_run.run`` found in each round, as one: all times, their median, the most memory, the last trace. ``losses``: those of
+    every round, one round after another."""
+    times = [time for found in rounds for time in found["times_ms"]]
+    memory = [found["memory_bytes"] for found in rounds]
+    return rounds[-1] | {"times_ms": times, "step_ms": statistics.median(times), "memory_bytes": None if None in memory else max(memory),
+                         "losses": [loss for found in rounds for loss in found["losses"]]}
+
+
+def _job(plan: Run, model: str, stage: int, tokens: int, args) -> step_run.Job:
+    micro_batch = tokens // args.seq_len
+    return step_run.Job(model=model, seq_len=args.seq_len, micro_batch=micro_batch, steps=args.steps, warmup=args.warmup,
+                        device=args.device, config=_config(plan, stage, micro_batch, args))
 
 
 def _config(plan: Run, stage: int, micro_batch: int, args) -> dict:

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from ds_zipccl.cli import step_trace
+from ds_zipccl.cli.bench_step import merged
 from ds_zipccl.cli.main import main
 
 
@@ -36,27 +37,52 @@ def test_union_against_single_points():
 
 @pytest.mark.parametrize("arguments, words", [
     ("--runs zipped", "native before zipped"), ("--runs native,other", "--runs. Got: other"), ("--tokens 100", "multiples of --seq-len"),
-    ("--stages 4", "--stages. Got: 4"), ("--models huge", "--models. Got: huge"), ("--steps 0", "--steps and --warmup"),
-    ("--transports host --device cpu", "before the ranks start"), ("--tokens 2048", "at least 2 ranks")])
+    ("--stages 4", "--stages. Got: 4"), ("--models huge", "--models. Got: huge"), ("--steps 0", "--steps, --warmup and --rounds"),
+    ("--rounds 0", "--steps, --warmup and --rounds"), ("--transports host --device cpu", "before the ranks start"),
+    ("--tokens 2048", "at least 2 ranks")])
 def test_wrong_arguments_are_named_before_anything_runs(arguments, words, capsys):
     assert main(["bench", "step", "--device", "cpu", *arguments.split()]) == 2
     assert words in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_rows_on_two_ranks(tmp_path):
+def rows_of(tmp_path, *arguments) -> tuple[dict, str]:
+    """({(stage, run): row}, what was printed)"""
     path = tmp_path / "rows.json"
     command = [sys.executable, "-m", "ds_zipccl.cli.main", "bench", "step", "--device", "cpu", "--ranks", "2", "--models", "tiny",
-               "--stages", "2,3", "--bucket-size", "1000000", "--seq-len", "32",
-               "--tokens", "64", "--steps", "2", "--warmup", "1", "--choice", "always", "--min-bytes", "0",
-               "--runs", "native,zipped,adams,scape90", "--json", str(path)]
+               "--bucket-size", "1000000", "--seq-len", "32", "--tokens", "64", "--steps", "1", "--warmup", "1", "--choice", "always",
+               "--min-bytes", "0", *arguments, "--json", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    rows = {(row["stage"], row["run"]): row for row in json.loads(path.read_text())["rows"]}
-    assert set(rows) == {(2, "native"), (2, "zipped"), (2, "adams"), (2, "scape90"), (3, "native"), (3, "zipped"), (3, "adams")}
-    for stage in (2, 3):
-        zipped = rows[stage, "zipped"]
-        assert zipped["losses"] == "equal" and zipped["ratio"] > 1.1 and zipped["ops"]["all_gather_into_tensor"]["calls_zipped"] > 0
-        assert zipped["speedup"] == pytest.approx(rows[stage, "native"]["step_ms"] / zipped["step_ms"])
-        assert rows[stage, "native"]["ops"] == {} and len(zipped["times_ms"]) == 2
+    return {(row["stage"], row["run"]): row for row in json.loads(path.read_text())["rows"]}, done.stdout
+
+
+def check_zipped(rows, stage):
+    zipped = rows[stage, "zipped"]
+    assert zipped["losses"] == "equal" and zipped["ratio"] > 1.1 and zipped["ops"]["all_gather_into_tensor"]["calls_zipped"] > 0
+    assert zipped["speedup"] == pytest.approx(rows[stage, "native"]["step_ms"] / zipped["step_ms"])
+    assert rows[stage, "native"]["ops"] == {} and len(zipped["times_ms"]) == 2
+
+
+def test_rows_on_two_ranks(tmp_path):
+    rows, said = rows_of(tmp_path, "--stages", "2", "--rounds", "2", "--runs", "native,zipped,adams,scape90")
+    assert set(rows) == {(2, "native"), (2, "zipped"), (2, "adams"), (2, "scape90")}
+    check_zipped(rows, 2)
     assert rows[2, "scape90"]["losses"] == "differ" and rows[2, "scape90"]["rival"] == "adams"
-    assert "zipped" in done.stdout and "equal" in done.stdout
+    assert "zipped" in said and "equal" in said
+    rounds = [line.split()[-4] for line in said.splitlines() if line.startswith("round")]
+    assert rounds == ["native", "zipped", "adams", "scape90", "scape90", "adams", "zipped", "native"]
+
+
+@pytest.mark.slow
+def test_rows_of_stage_3(tmp_path):
+    rows, _ = rows_of(tmp_path, "--stages", "3", "--rounds", "1", "--steps", "2", "--runs", "native,zipped,adams,scape90")
+    assert set(rows) == {(3, "native"), (3, "zipped"), (3, "adams")}
+    check_zipped(rows, 3)
+
+
+def test_rounds_are_put_together():
+    rounds = [{"times_ms": [3.0, 9.0], "step_ms": 6.0, "memory_bytes": 7, "losses": ["a", "b"], "trace": {"x": 1}},
+              {"times_ms": [5.0, 1.0], "step_ms": 3.0, "memory_bytes": 5, "losses": ["a", "c"], "trace": {"x": 2}}]
+    assert merged(rounds) == {"times_ms": [3.0, 9.0, 5.0, 1.0], "step_ms": 4.0, "memory_bytes": 7, "losses": ["a", "b", "a", "c"],
+                              "trace": {"x": 2}}
+    assert merged([rounds[0] | {"memory_bytes": None}])["memory_bytes"] is None

@@ -1,5 +1,5 @@
-// Block operations (cpu_block.h) without instructions that only some machines have: what the others must equal, and what other architectures
-// run.
+// Block operations (cpu_block.h) without instructions that only some machines have: what the others must equal, and what other
+// architectures run.
 #pragma once
 
 #include <cstddef>
@@ -38,14 +38,16 @@ struct Scalar {
         return all;
     }
 
-    // Where the elements of two lanes are, from the first one's first, in scan order.
+    // Where the elements of two lanes are, from the first one's first, in scan order; the last one twice, so that 64 is a place, too.
     struct PairTable {
-        uint16_t at[64];
+        uint16_t at[65];
     };
     static constexpr PairTable pair_table() {
         PairTable table{};
-        for (int i = 0; i < 64; ++i)
-            table.at[i] = static_cast<uint16_t>(256 * (i % 16 / 4) + 8 * (i / 32) + 2 * (i % 4) + i / 16 % 2);
+        for (int n = 0; n < 65; ++n) {
+            const int i = n < 64 ? n : 63;
+            table.at[n] = static_cast<uint16_t>(256 * (i % 16 / 4) + 8 * (i / 32) + 2 * (i % 4) + i / 16 % 2);
+        }
         return table;
     }
 

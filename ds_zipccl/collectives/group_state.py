@@ -112,7 +112,10 @@ class GroupState:
 
     def measured(self, op: str, dtype: torch.dtype) -> switch.Measured:
         """What the switch knows of such calls."""
-        return self._measured.setdefault((op, dtype), switch.Measured())
+        measured = self._measured.get((op, dtype))
+        if measured is None:
+            measured = self._measured[op, dtype] = switch.Measured()
+        return measured
 
     def goes_one_sided(self) -> bool:
         """Whether the switch found that faster for any of the group's calls."""

@@ -25,6 +25,7 @@ log = logging.getLogger("ds_zipccl")
 #: By device: bytes of the whole tensor. A GPU's calls are bound by the host up to some 16 MiB, so what links give shows beyond.
 PROBE_SIZES = {"cpu": (1 << 18, 1 << 21, 1 << 24), "cuda": (1 << 20, 1 << 22, 1 << 24, 1 << 26)}
 PROBE_ROUNDS = {"cpu": 3, "cuda": 7}                # of which the median counts
+TENSORS_OF_A_PROBE = 8             # the memory it takes, at most, by that of its whole tensor
 MAX_SIZES = 4096
 NO_CHOICE = Costs(Curve((1, 2), (1.0, 1.0)), Curve((1, 2), (0.0, 0.0)), 1.0)          # what must be zipped, one way alone
 ASK_EACH_CALL = 8                  # all-to-alls in which the ranks ask each other whether anyone could zip; then ever fewer
@@ -96,7 +97,7 @@ def measure(spec: CollectiveSpec, call: Call, run_zipped: Callable[[Call], bool]
     rank's medians count, exchanged over ``side``. ``run_zipped(call)``, ``run_one_sided(call)`` carry out such a call to its end, or return
     False, on all ranks. One-sided results are compared with the others: a rank that sees a difference rules that way out for all.
     """
-    device, sizes = call.device, PROBE_SIZES[call.device.type]
+    device, sizes = call.device, _affordable_sizes(call, side)
     times = [_medians(spec, _test_call(spec, call, size), run_zipped, run_one_sided) for size in sizes]
     mine = torch.tensor(list(zip(*times, strict=True)), dtype=torch.float64, device=device).view(-1)
     gathered = torch.empty(mine.numel() * call.world_size, dtype=torch.float64, device=device)
@@ -108,6 +109,24 @@ def measure(spec: CollectiveSpec, call: Call, run_zipped: Callable[[Call], bool]
              call.op, call.dtype, call.group.group_name, *([round(t) if math.isfinite(t) else t for t in c.times_us] for c in (
                  native, zipped, one_sided)), list(sizes), costs.zipped_from(), costs.first(ONE_SIDED))
     return costs
+
+
+def _affordable_sizes(call: Call, side) -> tuple[int, ...]:
+    """Of PROBE_SIZES those for whose tensors and frames all ranks have memory: one that ran out would leave the others waiting."""
+    sizes, free = PROBE_SIZES[call.device.type], _free_bytes(call.device)
+    if free is None:
+        return sizes
+    mine = torch.tensor([sum(TENSORS_OF_A_PROBE * size <= free for size in sizes)], dtype=torch.int32, device=call.device)
+    everyones = torch.empty(call.world_size, dtype=torch.int32, device=call.device)
+    side.all_gather(everyones, mine).wait()
+    return sizes[:max(2, int(everyones.min()))]
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """For new tensors on a GPU; None: elsewhere, nobody counts it."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _test_call(spec: CollectiveSpec, call: Call, whole_bytes: int) -> Call:
@@ -150,19 +169,19 @@ def _is_right(test: Call, run_again) -> bool:
     return not bad
 
 
-def _costs(key: str, spec: CollectiveSpec, call: Call, run_zipped, state, config, router) -> Measured:
-    """What is known of such calls, measured first where that is due."""
-    measured = state.measured(key, call.dtype)
-    if measured.due(config.reprobe_calls):
-        run_one_sided = None if router is None or measured.has_splits else router.prober(spec, call, state)
-        if _natively(spec, config) or run_one_sided is not None:
-            costs = measure(spec, call, run_zipped, state.side, config.level, run_one_sided)
-            measured.costs = costs if costs.first(ONE_SIDED, config.min_bytes, _natively(spec, config)) else costs.without_one_sided()
-        else:
-            measured.costs = NO_CHOICE
-        if router is not None:
-            router.keep_what_wins(state)
-    return measured
+def _measure_if_due(measured: Measured, spec: CollectiveSpec, call: Call, run_zipped, state, config, router) -> bool:
+    """Counts the call."""
+    if not measured.due(config.reprobe_calls):
+        return False
+    run_one_sided = None if router is None or measured.has_splits else router.prober(spec, call, state)
+    if _natively(spec, config) or run_one_sided is not None:
+        costs = measure(spec, call, run_zipped, state.side, config.level, run_one_sided)
+        measured.costs = costs if costs.first(ONE_SIDED, config.min_bytes, _natively(spec, config)) else costs.without_one_sided()
+    else:
+        measured.costs = NO_CHOICE
+    if router is not None:
+        router.keep_what_wins(state)
+    return True
 
 
 def _natively(spec: CollectiveSpec, config) -> bool:
@@ -172,9 +191,8 @@ def _natively(spec: CollectiveSpec, config) -> bool:
 
 def choose(spec: CollectiveSpec, call: Call, run_zipped, state, config, router=None) -> str:
     """How an eligible call with one layout for all ranks is to go. ``router``: a ``one_sided.Router``, if that is a way to be measured."""
-    was = state.measured(call.op, call.dtype).costs
-    measured = _costs(call.op, spec, call, run_zipped, state, config, router)
-    if measured.costs is not was:
+    measured = state.measured(call.op, call.dtype)
+    if _measure_if_due(measured, spec, call, run_zipped, state, config, router):
         state.forget_rooms(call.op, call.dtype)         # calls that went native for their data's ratio: nobody saw it since
     numel = spec.row_numel(call)
     spill = state.likely_spill(call.op, call.dtype, numel, spec.first_spill)
@@ -192,7 +210,7 @@ def choose_for_pairs(spec: CollectiveSpec, call: Call, run_zipped, state, config
     if measured.costs is None and not _somebody_asks(call, state, measured,
                                                      reason_for_raw(numel, call.dtype, numel * call.world_size, config)):
         return NATIVE
-    measured = _costs("pair", spec, call, run_zipped, state, config, router)
+    _measure_if_due(measured, spec, call, run_zipped, state, config, router)
     if measured.costs.one_sided is None or router.reason_against(spec, call) is not None:
         return ZIPPED
     way = measured.way(numel * call.dtype.itemsize * call.world_size, frame_ratio(call.dtype, numel, level=config.level),

@@ -1,4 +1,4 @@
-"""The sub-pool room of a class of calls: grows after an overflow, shrinks with hysteresis, gives up and tries again; what launches wait for."""
+"""The sub-pool room of a class of calls: grows after overflows, shrinks with hysteresis, gives up, tries again; what launches wait for."""
 import pytest
 import torch
 

@@ -10,7 +10,7 @@ from tests.helpers.bits import assert_same_bits
 from tests.scape.zero_cases import check_copies, initialize, micro_step, settings, train_beside_simulation
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-SECTION = {"enabled": True, "collectives": "always", "min_bytes": 256}
+SECTION = {"enabled": True, "collectives": "always", "min_bytes": 256, "transport": "process_group"}
 
 
 def case_zipped_equals_native(rank, world_size):

@@ -12,7 +12,7 @@ from ds_zipccl.backend import deepspeed_comm, deepspeed_hooks
 
 A2A = "all_to_all_single"
 DIM, TOKENS = 64, 64                    # of one sample
-ZIPPED = {"enabled": True, "collectives": "always", "min_bytes": 1024}
+ZIPPED = {"enabled": True, "collectives": "always", "min_bytes": 1024, "transport": "process_group"}
 #: Reductions of more than two ranks are native, so that every bit of a run can be compared.
 EXCHANGE_ALONE = {**ZIPPED, "collectives": {"all_to_all": "always", "all_reduce": "never", "reduce_scatter": "never"}}
 

@@ -1,4 +1,4 @@
-"""Cases run on every rank by test_streams.py: what the host waits for in steady state (C62), and work on streams of the user's (C61)."""
+"""Cases run on every rank by test_streams.py: what the host waits for in steady state (C62), streams of the user's (C61), memory."""
 import collections
 import contextlib
 import time
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.bits import assert_same_bits
 from tests.train import zero3_cache_helpers, zero_cases
-from tests.zipccl.collective_helpers import runtime
+from tests.zipccl.collective_helpers import AG, RS, carry_out, runtime
 from tests.zipccl.collective_repeat_cases import OPS, begin_ours, call_and_result, check
 
 #: Operations whose result the host needs: on a GPU it waits there for all that the stream was given before.
@@ -191,6 +191,27 @@ def case_calls_on_streams_of_the_users_on_gpus(rank, world):
                 torch.cuda.synchronize()
                 assert_same_bits(seen, result, f"{op} {turn}")
                 assert not any(t.any() for t in (*after, *call.outputs)), f"{op} {turn}: written after wait()"
+
+
+def case_memory_stays_within_the_bound_on_gpus(rank, world):
+    """C95: frames in flight and idle ones, each at most ``max_workspace_bytes``; nothing stays after the end."""
+    bound, numel = 64 << 20, 128 << 20
+    data, out = (torch.randn(numel) * 0.02).bfloat16(), torch.empty(numel, dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    with runtime(max_workspace_bytes=bound) as live:
+        for op, output, given in ((AG, out, data[:numel // world]), (RS, out[:numel // world], data)):
+            torch.cuda.reset_peak_memory_stats()
+            for _ in range(3):
+                assert carry_out(live, op, output, given)
+            torch.cuda.synchronize()
+            extra = torch.cuda.max_memory_allocated() - before
+            print(f"{op}: {extra >> 20} MiB at most, bound {bound >> 20}")
+            assert extra <= 2 * bound + (4 << 20), (op, extra)
+            if op == AG:
+                assert_same_bits(out.split(numel // world)[rank], given, op)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before <= 1 << 20, "memory stays behind"
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from zipscape.errors import ZipScapeError
 
 WIDTH, VOCAB, STEPS = 96, 61, 4
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-ZIPPED = {"enabled": True, "collectives": "always", "min_bytes": 1024}
+ZIPPED = {"enabled": True, "collectives": "always", "min_bytes": 1024, "transport": "process_group"}
 
 
 class Net(nn.Module):

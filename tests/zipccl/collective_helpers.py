@@ -20,7 +20,8 @@ SIZES = (1, 257, 1024, 1025, 2047, 33000)           # the first two are native: 
 
 @contextlib.contextmanager
 def runtime(**settings):
-    config = ZipcclConfig(enabled=True, **{"collectives": "always", "min_bytes": 0, **settings})
+    """With ``transport: process_group`` by default: one-sided calls, which GPUs would make too, have cases of their own."""
+    config = ZipcclConfig(enabled=True, **{"collectives": "always", "min_bytes": 0, "transport": "process_group", **settings})
     live = Runtime(config, {device: loader.resolve("best", device, config.level) for device in {"cpu", torch.get_default_device().type}})
     try:
         yield live

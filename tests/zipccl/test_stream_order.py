@@ -200,7 +200,7 @@ class Group:
 
 @pytest.fixture
 def live(gpu):
-    live = Runtime(ZipcclConfig(enabled=True, collectives="always", min_bytes=0), {"cuda": "told"})
+    live = Runtime(ZipcclConfig(enabled=True, collectives="always", min_bytes=0, transport="process_group"), {"cuda": "told"})
     live.group = Group(gpu)
     return live
 

@@ -9,7 +9,7 @@ from ds_zipccl.collectives.work import DoneWork
 AG, RS = "all_gather_into_tensor", "reduce_scatter_tensor"
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor            # torch 2.13's names, else 2.11's
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-ZIPPED = {"collectives": "always", "min_bytes": 0}
+ZIPPED = {"collectives": "always", "min_bytes": 0, "transport": "process_group"}
 _native = {}
 
 

@@ -8,11 +8,14 @@ An all-to-all as on a GPU, where it is remembered; on a CPU it is not.
 Zipped: one process; kernels, process group and side channels are stand-ins that do nothing (a store of zeros for the status words), so
 that only our Python and torch's tensor operations in it are timed, on CPU tensors. ``launch``: from the front's entry until it returns the
 Work; ``payload``: until the payload is launched; ``wait``: of Work.wait(). A GPU adds the launches themselves, events and streams.
+Words: two ranks; an exchange of status words as every zipped call has one: ``launch``: until it is under way; ``both``: until the words of
+both ranks are there. Through shared memory, and through a channel (gloo).
 The best of 100 means over 40 calls. ``--calls`` also counts the function calls of a zipped call (cProfile).
 """
 import argparse
 import cProfile
 import functools
+import os
 import pstats
 import tempfile
 import time
@@ -25,10 +28,11 @@ import torch.multiprocessing as mp
 
 from ds_zipccl.backend import front
 from ds_zipccl.cli.bench_collectives import make_call
-from ds_zipccl.collectives import group_state
+from ds_zipccl.collectives import group_state, transport
 from ds_zipccl.collectives.cost import Costs, Curve
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.runtime import Runtime
+from ds_zipccl.collectives.words import Words
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import loader, ops
 
@@ -64,6 +68,35 @@ def native(rank: int, folder: str) -> None:
             print(f"native {op:24s} {size >> 10:6d} KiB, {choice}: {reason:18s} {best:5.1f} us", flush=True)
         dist.barrier()
         runtime.close()
+    dist.destroy_process_group()
+
+
+def words(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/words", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    for wanted in ("1", "0"):
+        os.environ["ZIPCCL_MAILBOX"] = wanted
+        cpu = torch.device("cpu")
+        side, data, own = transport.SideChannel(dist.group.WORLD, cpu), Words(torch.empty(2, dtype=torch.int32, device=cpu), None), None
+        best = [float("inf")] * 2
+        for number in range(ROUNDS):
+            sums = [0.0, 0.0]
+            for _ in range(CALLS):
+                own = torch.full((1,), number + rank, dtype=torch.int32, device=cpu)
+                start = time.perf_counter()
+                data.exchange(side.gather_words, own)
+                data.fetch()
+                sums[0] += time.perf_counter() - start
+                data.wait()
+                if data.tolist() != [number, number + 1]:
+                    raise SystemExit("wrong words")
+                sums[1] += time.perf_counter() - start
+            best = min(best, [each / CALLS * 1e6 for each in sums], key=lambda times: times[1])
+        if rank == 0:
+            print(f"words  {'shared memory' if side.words_go_by == 'mailbox' else 'channel':24s} launch {best[0]:5.1f}, "
+                  f"both {best[1]:5.1f} us", flush=True)
+        dist.barrier()
+        side.close()
     dist.destroy_process_group()
 
 
@@ -160,3 +193,4 @@ if __name__ == "__main__":
         zipped(choice, options.calls)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(native, (folder,), nprocs=2)
+        mp.spawn(words, (folder,), nprocs=2)

@@ -51,6 +51,7 @@ class Runtime:
         self._kinds: dict[tuple, Kind] = {}
         self._one_sided = Router(config, kernels, self.stats)
         self.stats.sections["switch"] = self._switch_report
+        self.stats.sections["words"] = self._words_report
 
     def run(self, call: Call, reason_against: Callable[[], str | None] | None = None) -> dist.Work | None:
         """Launches ``call`` zipped and returns its Work; returns None where the caller must use its native collective.
@@ -255,6 +256,10 @@ class Runtime:
     def _switch_report(self) -> tuple[dict, dict]:
         """A section of the step log: (no counters, from how many bytes on calls of each group are zipped)."""
         return {}, {name: report for name, states in self._groups.items() for state in states.values() if (report := state.switch_report())}
+
+    def _words_report(self) -> tuple[dict, dict]:
+        """A section of the step log: (no counters, how each group's status words go)."""
+        return {}, {name: state.side.words_go_by for name, states in self._groups.items() for state in states.values()}
 
     def _launch(self, spec: CollectiveSpec, call: Call, state: GroupState, trial: bool = False) -> Launch:
         return Launch(spec=spec, config=self.config, choice=getattr(self.config.collectives, spec.family),

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ds_zipccl.collectives import nccl_direct
+from ds_zipccl.collectives.mailbox_meeting import Meeting
 from zipscape import handshake
 
 DIRECT_WORDS = True                 # past torch to NCCL, where torch gives its communicator away
@@ -142,12 +143,12 @@ class SideChannel:
     Agreements go through one so that they neither wait behind payloads nor disturb their order; resends after an overflow through
     another, so that they cannot mix with calls on the group that do not pass through this library. Every rank of the group must construct
     it at the same point of its call sequence. ``purpose`` names it in the store. ``store``: the group's, for other keys of this channel's
-    lifetime.
+    lifetime. Status words go past the communicator where all ranks share memory (mailbox_meeting.py).
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, purpose: str = "side"):
         rank, size = group.rank(), group.size()
-        self._rank, self._device = rank, device
+        self._rank, self._device, self._purpose = rank, device, purpose
         # A connection of its own to the store: one that waits for another rank's address keeps all other threads from it.
         store = getattr(group.get_group_store(), "clone", group.get_group_store)()
         name = f"zipccl/{purpose}/{device.type}/{group.group_name}"
@@ -165,10 +166,11 @@ class SideChannel:
         self._size, self._tags, self._idle, self._options = size, {}, None, {}
         self._nccl: nccl_direct.Communicator | bool | None = None            # None: not asked for yet
         self._num_words_sent, self._connected = 0, False
+        self._meeting = Meeting(rank, size, device, store, group_timeout(group, device).total_seconds(), group.group_name)
 
     def connect(self) -> None:
         """Connects all ranks now, which the first call does otherwise: before calls in which only some take part."""
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and (self._purpose != "side" or self._box_at_once() is None):
             word = torch.zeros(1, dtype=torch.int32, device=self._device)
             self.all_gather(torch.empty(self._size, dtype=torch.int32, device=self._device), word).wait()
             self._connected = True
@@ -185,10 +187,31 @@ class SideChannel:
         """Asynchronous, from rank ``root`` of the group."""
         return self._backend.broadcast([data], _from_root(root))
 
-    # Status words (``words.Words``), on a GPU queued on their stream.
+    # Status words (``words.Words``), on a GPU queued on their stream. They go one way or the other on all ranks.
+
+    @property
+    def words_go_by(self) -> str:
+        """"mailbox", or why they do not: a key of mailbox_meeting.REASONS."""
+        return self._meeting.why_not or "mailbox"
+
+    def _box_at_once(self):
+        """The mailbox, or None. On a GPU the ranks now agree on it; all of them come here."""
+        if not self._meeting.over and self._device.type == "cuda":
+            self._meeting.now()
+        return self._meeting.box
+
+    def _box_for_gather(self, words):
+        """The same; on a CPU gathers take the ranks towards an agreement."""
+        if not self._meeting.over and self._device.type != "cuda":
+            self._meeting.before_gather(words)
+        return self._box_at_once()
 
     def gather_words(self, words, own: torch.Tensor) -> None:
         """One of each rank."""
+        box = self._box_for_gather(words)
+        if box is not None:
+            words.by_mailbox(box.gather(own, words.stream_handle))
+            return
         direct = self._direct()
         if direct is None:
             words.through(lambda: self._backend._allgather_base(words.data, own, self._here(c10d.AllgatherOptions)))
@@ -197,6 +220,10 @@ class SideChannel:
 
     def broadcast_word(self, words, own: torch.Tensor, root: int) -> None:
         """The root's ``own``, which is ``words.data``."""
+        box = self._box_at_once()
+        if box is not None:
+            words.by_mailbox(box.broadcast(own, root, words.stream_handle))
+            return
         direct = self._direct()
         if direct is None:
             words.through(lambda: self._backend.broadcast([own], _from_root(root, here=self._has_here)))
@@ -204,7 +231,12 @@ class SideChannel:
             direct.broadcast(words.on_host(), own.data_ptr(), 1, root, words.stream_handle)
 
     def exchange_words(self, words, out: torch.Tensor, own: torch.Tensor, out_counts: list[int], counts: list[int]) -> None:
-        """``counts[r]`` of ``own`` go to rank r, ``out_counts[r]`` come from it; both are parts of ``words.data``."""
+        """``counts[r]`` of ``own`` go to rank r, ``out_counts[r]`` come from it; both are parts of ``words.data``. At most one
+        of each."""
+        box = self._box_at_once()
+        if box is not None:
+            words.by_mailbox(box.exchange(own, counts, out_counts, words.stream_handle))
+            return
         direct = self._direct()
         if direct is None:
             words.through(lambda: self._backend.alltoall_base(out, own, out_counts, counts, self._here(c10d.AllToAllOptions)))
@@ -235,7 +267,7 @@ class SideChannel:
     def exchange_no_words(self, world_size: int) -> None:
         """Where other ranks exchange words and this one has none: NCCL leaves out pairs without words, gloo sends empty messages, so there
         every rank takes part."""
-        if self._device.type == "cpu":
+        if self._device.type == "cpu" and self._meeting.box is None:
             none = torch.empty(0, dtype=torch.int32, device="cpu")
             self._idle = self._backend.alltoall_base(none, none, [0] * world_size, [0] * world_size)
 
@@ -265,6 +297,7 @@ class SideChannel:
             self._idle.wait()
             self._idle = None
         self._nccl = False
+        self._meeting.end("its group was closed")
         shutdown = getattr(self._backend, "shutdown", None)      # older torch: dropping the object ends it
         if shutdown is not None:
             shutdown()
@@ -272,6 +305,7 @@ class SideChannel:
     def abort(self) -> None:
         """Ends the communicator on this rank alone, whatever is in flight. Waits for nothing."""
         self._nccl = False
+        self._meeting.end("its group was aborted")
         abort_backend(self._backend, self._device.type)
 
 

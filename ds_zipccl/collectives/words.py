@@ -13,6 +13,7 @@ class Words:
 
     def __init__(self, data: torch.Tensor, state):
         self.data, self.device, self._work = data, data.device, None
+        self.turn, self.stream_handle, self._reading = 0, None, None
         self._host, self._on_gpu, self._must_fetch = data, data.is_cuda, False
         if data.is_cuda:
             self._stream = state.status_stream
@@ -22,7 +23,8 @@ class Words:
             data.record_stream(self._stream)
 
     def exchange(self, send, *args) -> None:
-        """``send(self, *args)`` queues what fills ``data`` (transport.SideChannel)."""
+        """``send(self, *args)`` queues what fills ``data``, or what a mailbox brings (transport.SideChannel)."""
+        self.turn, self._reading = self.turn + 1, None
         if self._on_gpu:
             self._encoded.record(streams.as_object(self.device, streams.current(self.device)))
             self._stream.wait_event(self._encoded)
@@ -36,7 +38,7 @@ class Words:
 
     def fetch(self) -> None:
         """Queues their way to the host, after ``exchange``: apart, since payloads wait for what is done before."""
-        if not self._on_gpu:
+        if not self._on_gpu or self._reading is not None:
             return
         if self._must_fetch:
             with streams.On(self._stream):
@@ -58,18 +60,26 @@ class Words:
         self._must_fetch = False
         return self._host.data_ptr()
 
+    def by_mailbox(self, reading) -> None:
+        """A mailbox.Reading brings the words; ``data`` stays as it is."""
+        self._reading = reading
+
     # What work.Pending asks of status words and of the Work that brings them.
 
     def wait(self) -> None:
-        if self._on_gpu:
+        if self._reading is not None:
+            self._reading.wait()
+        elif self._on_gpu:
             self._arrived.synchronize()
         elif self._work is not None:
             self._work.wait()
 
     def is_completed(self) -> bool:
+        if self._reading is not None:
+            return self._reading.is_there()
         if self._on_gpu:
             return self._arrived.query()
         return self._work is None or self._work.is_completed()
 
     def tolist(self) -> list[int]:
-        return self._host.tolist()
+        return self._host.tolist() if self._reading is None else self._reading.words

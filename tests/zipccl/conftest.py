@@ -1,7 +1,11 @@
-"""The fixture of the codec's tests: every kernel set that serves the CPU, by name."""
+"""The fixture of the codec's tests: every kernel set that serves the CPU, by name; and short-lived groups get their mailbox at once."""
+import os
+
 import pytest
 
 from ds_zipccl.kernels import loader, ops
+
+os.environ.setdefault("ZIPCCL_MAILBOX_LAG", "1")        # read by the processes of ranks
 
 
 @pytest.fixture(params=[name for name, device_types, _ in loader.PREFERENCE if "cpu" in device_types])

@@ -7,7 +7,7 @@ from tests.helpers.ranks import assert_ok, case_names
 MODULES = {f"tests.zipccl.collective_{name}cases": sizes for name, sizes in {
     "": (2, 3, 4, 5), "fault_": (2, 3, 4), "form_": (2, 3, 4), "all_reduce_": (2, 3, 4), "pair_": (2, 3, 4, 5), "window_": (2, 3, 4),
     "level_": (2, 3), "repeat_": (2, 3, 5), "check_": (2, 3), "mutation_": (2, 3), "order_": (2, 3), "parts_": (2, 3, 4),
-    "one_sided_": (2, 3), "deepspeed_": (2, 3)}.items()}
+    "one_sided_": (2, 3), "deepspeed_": (2, 3), "mailbox_": (2, 3)}.items()}
 
 
 def cases_of(module: str, world_size: int) -> tuple[str, ...]:

@@ -327,7 +327,9 @@ __device__ __forceinline__ void decode_reduce_blocks(const Call& c, const Frames
         }
     } else {
         const u32 num_rows = (u32)c.num_rows;
-        float sum[32];
+        float sum[32];                                             // -0 + x is x, also in bits (but for NaNs, which become canonical)
+#pragma unroll
+        for (u32 k = 0; k < 32; k++) sum[k] = -0.0f;
         if (present && c.skip != 0) L::load(s, frames.frame(0) + t.offset, t, b);
 #pragma unroll 1
         for (u32 first = 0; first < num_rows; first += kRows) {
@@ -357,7 +359,7 @@ __device__ __forceinline__ void decode_reduce_blocks(const Call& c, const Frames
                     float f[kFloats];
                     to_floats<F>(*(const uint4*)(raw + part_offset<F>(i)), f);
 #pragma unroll
-                    for (u32 k = 0; k < kFloats; k++) sum[i * kFloats + k] = r == 0 ? f[k] : sum[i * kFloats + k] + f[k];
+                    for (u32 k = 0; k < kFloats; k++) sum[i * kFloats + k] += f[k];
                 }
             }
         }

@@ -15,8 +15,9 @@ from tests.zipccl.collective_repeat_cases import OPS, begin_ours, call_and_resul
 
 #: Operations whose result the host needs: on a GPU it waits there for all that the stream was given before.
 ON_THE_HOST = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "item", "masked_select", "_unique2", "repeat_interleave"}
-#: Status words, which lie in host memory (words.py), and those of cached frames, once a step and on a stream of their own (frame_cache.py).
-KNOWN = {"collectives/words.py", "collectives/frame_cache.py"}
+#: Status words, which lie in host memory (words.py; mailbox.py: a CPU's own), and those of cached frames, once a step and on a stream of
+#: their own (frame_cache.py).
+KNOWN = {"collectives/words.py", "collectives/mailbox.py", "collectives/frame_cache.py"}
 
 
 class HostWaits(TorchDispatchMode):

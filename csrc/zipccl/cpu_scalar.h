@@ -19,7 +19,7 @@ typedef uint32_t U32x4 __attribute__((vector_size(16)));
 #endif
 
 struct Scalar {
-    enum { kFetchBlocksAhead = 0 };
+    enum { kFetchBlocksAhead = 2 };
 
     static Statistics statistics(const uint8_t* exponents) {
         Statistics all{0, 0, 0};

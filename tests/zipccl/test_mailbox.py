@@ -198,25 +198,34 @@ def test_who_waits_when_the_group_is_aborted_gets_an_error(make):
         reading.wait()
 
 
-def _say_and_die(path, num_words):
+def _say_and_die(path, num_words, is_there, go_on):
     box = Mailbox(opened(path), 1, 2, 60.0)
+    is_there.set()
     for i in range(num_words):
+        go_on.wait(60)
+        go_on.clear()
         box.gather(tensor(i))
     os._exit(9)
 
 
 def test_a_rank_that_died_is_named_at_once_and_what_it_said_counts(make, tmp_path, monkeypatch):
+    """One that is late is not taken for dead."""
     monkeypatch.setattr(mailbox, "LOOK_S", 0.05)
     make(2)
-    box = Mailbox(opened(tmp_path / "memory"), 0, 2, 20.0)
-    other = multiprocessing.get_context("spawn").Process(target=_say_and_die, args=(tmp_path / "memory", 2))
+    box = Mailbox(opened(tmp_path / "memory"), 0, 2, 60.0)
+    context = multiprocessing.get_context("spawn")
+    is_there, go_on = context.Event(), context.Event()
+    other = context.Process(target=_say_and_die, args=(tmp_path / "memory", 2, is_there, go_on))
     other.start()
+    assert is_there.wait(60)
+    reading = box.gather(tensor(9))
+    threading.Timer(0.4, go_on.set).start()
+    reading.wait()                                  # several looks
+    go_on.set()
     other.join(60)
-    assert other.exitcode == 9
-    for i in range(2):
-        reading = box.gather(tensor(9))
-        reading.wait()
-        assert reading.words == [9, i]
+    last = box.gather(tensor(9))
+    last.wait()
+    assert other.exitcode == 9 and (reading.words, last.words) == ([9, 0], [9, 1])
     with pytest.raises(RuntimeError, match="process of rank 1 has ended"):
         box.gather(tensor(9)).wait()
 

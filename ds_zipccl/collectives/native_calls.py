@@ -34,12 +34,12 @@ def signature(call: Call) -> tuple | None:
 
 def list_signature(call: Call) -> tuple | None:
     """The same of a form with lists of strided tensors, one for each rank; None for other calls."""
-    out, data = call.outputs, call.inputs
-    if not isinstance(call.output, tuple) and not isinstance(call.input, tuple):
+    out, data, size = call.output, call.input, call.world_size
+    out_is_list, data_is_list = isinstance(out, tuple), isinstance(data, tuple)
+    if not (out_is_list or data_is_list) or out_is_list and len(out) != size or data_is_list and len(data) != size:
         return None
-    if any(len(side) != call.world_size for side in (call.output, call.input) if isinstance(side, tuple)):
-        return None
-    dtype, device = call.dtype, call.device
+    out, data = out if out_is_list else (out,), data if data_is_list else (data,)
+    dtype, device = data[0].dtype, data[0].device
     for t in (*out, *data):
         if t.dtype != dtype or t.device != device or t.layout != torch.strided:
             return None

@@ -34,12 +34,12 @@ class ThreadTransport(Transport):
         super().__init__(None, None, rank, world_size)
         self._meeting = meeting
 
-    def to_owners(self, send: torch.Tensor, splits: list[int], what: str) -> torch.Tensor:
+    def to_owners(self, send: torch.Tensor, splits: list[int], what: str, empty=None) -> torch.Tensor:
         rows = [sent.split(splits)[self.rank] for sent in self._meeting.swap(self.rank, send)]
         self._count(what, (send.numel() - splits[self.rank]) * send.element_size())
         return torch.stack(rows)
 
-    def gather_async(self, own: torch.Tensor, what: str, wait: bool = False) -> Gathered:
+    def gather_async(self, own: torch.Tensor, what: str, wait: bool = False, empty=None) -> Gathered:
         rows = torch.stack(self._meeting.swap(self.rank, own))
         self._count(what, own.numel() * own.element_size() * (self.world_size - 1))
         return Gathered(rows, None, own)

@@ -205,7 +205,7 @@ class Scape:
     def report(self) -> dict:
         """Bytes that rank 0 has sent, and how old and how far the coordinates are that it owns."""
         flow = self.flows[0]
-        ages = torch.cat([flow.num_steps - flat.last_sync for flat in flow.flats])
+        ages = torch.cat([flat.ages(flow.num_steps) for flat in flow.flats])
         return {"sent_bytes": dict(flow.transport.sent_bytes), "largest_age": int(ages.max()), "mean_age": float(ages.float().mean())}
 
 

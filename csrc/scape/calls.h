@@ -11,15 +11,25 @@ namespace scape {
 
 enum Dtype : int32_t { kFp32 = 0, kBf16 = 1, kFp16 = 2 };
 
+// Positions, ascending: of 4 bytes or of 8.
+SCAPE_RULE int64_t position_at(const void* index, int64_t i, int32_t bytes) {
+    return bytes == 4 ? ((const int32_t*)index)[i] : ((const int64_t*)index)[i];
+}
+
+// Steps since the last synchronisation, which is kept in 4 bytes, or in 2 as what is left of it.
+SCAPE_RULE int32_t age_at(const void* last_sync, int64_t i, int32_t bytes, int32_t step) {
+    return bytes == 4 ? step - ((const int32_t*)last_sync)[i] : (uint16_t)(step - ((const int16_t*)last_sync)[i]);
+}
+
 // ops.enter; no gradient, index, values or square: null.
 struct Enter {
     float* residual;
     const void* gradient;
-    const int64_t* index;  // ascending
+    const void* index;
     void* values;
     float* square;
     int64_t num, num_index, first, own_start, own_num;
-    int32_t gradient_dtype, values_dtype;
+    int32_t gradient_dtype, values_dtype, index_bytes;
     float factor, beta2, rest2;
 };
 
@@ -27,19 +37,19 @@ struct Enter {
 struct Select {
     const float* rank_by;
     const float* square;
-    const int32_t* last_sync;
+    const void* last_sync;
     uint8_t* chosen;
     int64_t num;
-    int32_t step, max_age;
+    int32_t step, max_age, last_bytes;
 };
 
 // ops.owner_step; index: null for all, decay: null for none.
 struct Owner {
     float* weight;
     float* momentum;
-    int32_t* last_sync;
+    void* last_sync;
     const float* mean;
-    const int64_t* index;
+    const void* index;
     const float* kept;
     const float* taken;
     const float* moved;
@@ -47,7 +57,7 @@ struct Owner {
     const float* decay;
     void* out;
     int64_t num, num_tables, num_decay;
-    int32_t step, catch_up, out_dtype;
+    int32_t step, catch_up, out_dtype, index_bytes, last_bytes;
     Numbers numbers;
 };
 

@@ -124,9 +124,10 @@ inline Words words_of_message(const uint8_t* message, int64_t num_bytes, int64_t
 }
 
 // ops.unpack_mask. positions[i]: room for counts[i] of part i; found[i]: how many ones it has; written only where that is the same.
-// Returns 0 or kCorrupt.
-inline int64_t unpack_mask(const uint8_t* message, int64_t num_bytes, int64_t numel, const Range* dense, int64_t num_dense, bool as_bits,
-                           const int64_t* sizes, int64_t num_parts, const int64_t* counts, int64_t* const* positions, int64_t* found,
+// Returns 0 or kCorrupt. Index: int32_t or int64_t.
+template <class Index>
+int64_t unpack_mask(const uint8_t* message, int64_t num_bytes, int64_t numel, const Range* dense, int64_t num_dense, bool as_bits,
+                           const int64_t* sizes, int64_t num_parts, const int64_t* counts, void* const* positions, int64_t* found,
                            int32_t num_threads) {
     const Words words = words_of_message(message, num_bytes, numel, as_bits, num_threads);
     if (!words) return kCorrupt;
@@ -158,9 +159,10 @@ inline int64_t unpack_mask(const uint8_t* message, int64_t num_bytes, int64_t nu
         found[part] = before[num_pieces];
         if (found[part] != counts[part]) continue;
         over_pieces([&](int64_t piece, int64_t begin, int64_t end) {
-            int64_t* out = positions[part] + before[piece];
+            Index* out = static_cast<Index*>(positions[part]) + before[piece];
             for (int64_t i = begin; i < end; ++i)
-                for (uint64_t word = word_at(i); word; word &= word - 1) *out++ = 64 * (first + i) + __builtin_ctzll(word) - start;
+                for (uint64_t word = word_at(i); word; word &= word - 1)
+                    *out++ = static_cast<Index>(64 * (first + i) + __builtin_ctzll(word) - start);
         });
     }
     return 0;

@@ -23,7 +23,9 @@ struct Ops {
 
 #define SCAPE_ISA(name, target)                                                                                                          \
     struct name {                                                                                                                        \
-        target static void enter(const Enter& c, int64_t begin, int64_t end) { enter_piece(c, begin, end); }                             \
+        target static void enter(const Enter& c, int64_t begin, int64_t end) {                                                            \
+            c.index_bytes == 4 ? enter_piece<int32_t>(c, begin, end) : enter_piece<int64_t>(c, begin, end);                              \
+        }                                                                                                                                \
         target static void track(const Enter& c, int64_t begin, int64_t end) { track_piece(c, begin, end); }                             \
         target static void owner(const Owner& c, int64_t begin, int64_t end) {                                                           \
             c.decay ? owner_piece<true>(c, begin, end) : owner_piece<false>(c, begin, end);                                              \
@@ -92,8 +94,8 @@ int64_t guarded(const Work& work) try {
     return kOutOfMemory;
 }
 
-template <class T>
-void scatter(T* target, const int64_t* index, const T* values, int64_t num, int32_t num_threads) {
+template <class T, class Index>
+void scatter(T* target, const Index* index, const T* values, int64_t num, int32_t num_threads) {
     in_chunks(num, kChunk, 16 * num, num_threads, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) target[index[i]] = values[i];
     });
@@ -122,10 +124,10 @@ int64_t scape_cpu_enter(const Enter* c, int32_t num_threads, int32_t isa) {
         if (!c->gradient && c->index)           // nothing but what is taken
             in_chunks(c->num_index, kChunk / 8, 40 * c->num_index, num_threads, [&](int64_t begin, int64_t end) {
                 Enter part = *c;
-                part.index += begin, part.num_index = end - begin;
+                part.index = static_cast<const char*>(c->index) + begin * c->index_bytes, part.num_index = end - begin;
                 part.values = static_cast<char*>(c->values) + begin * size_of(c->values_dtype);
-                const int64_t from = c->index[begin] - c->first, to = c->index[end - 1] - c->first + 1;
-                ops.enter(part, from, to);
+                const auto place = [&](int64_t i) { return position_at(c->index, i, c->index_bytes) - c->first; };
+                ops.enter(part, place(begin), place(end - 1) + 1);
             });
         else
             in_chunks(c->num, kChunk, 12 * c->num, num_threads, [&](int64_t begin, int64_t end) { ops.enter(*c, begin, end); });
@@ -141,10 +143,14 @@ int64_t scape_cpu_track_square(const Enter* c, int32_t num_threads, int32_t isa)
     });
 }
 
-int64_t scape_cpu_scatter(void* target, const int64_t* index, const void* values, int64_t num, int32_t itemsize, int32_t num_threads) {
+int64_t scape_cpu_scatter(void* target, const void* index, int32_t index_bytes, const void* values, int64_t num, int32_t itemsize,
+                          int32_t num_threads) {
     return guarded([&] {
-        itemsize == 2 ? scatter(static_cast<uint16_t*>(target), index, static_cast<const uint16_t*>(values), num, num_threads)
-                      : scatter(static_cast<uint32_t*>(target), index, static_cast<const uint32_t*>(values), num, num_threads);
+        const auto by = [&](const auto* positions) {
+            itemsize == 2 ? scatter(static_cast<uint16_t*>(target), positions, static_cast<const uint16_t*>(values), num, num_threads)
+                          : scatter(static_cast<uint32_t*>(target), positions, static_cast<const uint32_t*>(values), num, num_threads);
+        };
+        index_bytes == 4 ? by(static_cast<const int32_t*>(index)) : by(static_cast<const int64_t*>(index));
         return 0;
     });
 }
@@ -178,13 +184,14 @@ int64_t scape_cpu_pack_mask(const uint8_t* mask, int64_t numel, const int64_t* d
     });
 }
 
-// ops.unpack_mask. 1: the message contradicts itself.
+// ops.unpack_mask; position_bytes: 4 or 8. 1: the message contradicts itself.
 int64_t scape_cpu_unpack_mask(const uint8_t* message, int64_t num_bytes, int64_t numel, const int64_t* dense, int64_t num_dense,
-                              int32_t as_bits, const int64_t* sizes, int64_t num_parts, const int64_t* counts, int64_t* const* positions,
-                              int64_t* found, int32_t num_threads) {
+                              int32_t as_bits, const int64_t* sizes, int64_t num_parts, const int64_t* counts, void* const* positions,
+                              int32_t position_bytes, int64_t* found, int32_t num_threads) {
     return guarded([&] {
-        return unpack_mask(message, num_bytes, numel, reinterpret_cast<const Range*>(dense), num_dense, as_bits, sizes, num_parts, counts,
-                           positions, found, num_threads);
+        return (position_bytes == 4 ? unpack_mask<int32_t> : unpack_mask<int64_t>)(
+            message, num_bytes, numel, reinterpret_cast<const Range*>(dense), num_dense, as_bits, sizes, num_parts, counts, positions, found,
+            num_threads);
     });
 }
 

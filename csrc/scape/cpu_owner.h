@@ -7,21 +7,31 @@ namespace scape {
 
 enum { kOwnerBlock = 256 };  // coordinates that are gathered, moved and put back together
 
+// Ages at these places, at least 1; then they are up to date.
+template <class Last>
+SCAPE_INLINE void take_ages(Last* last_sync, int32_t step, const int64_t* places, int64_t num, int32_t* ages) {
+    for (int64_t i = 0; i < num; ++i) {
+        ages[i] = age_at(last_sync, places[i], sizeof(Last), step - 1) + 1;
+        last_sync[places[i]] = static_cast<Last>(step);
+    }
+}
+
 template <bool kDecay>
 SCAPE_INLINE void owner_piece(const Owner& c, int64_t begin, int64_t end) {
     float w[kOwnerBlock], m[kOwnerBlock], decay[kOwnerBlock];
     float kept[kOwnerBlock], taken[kOwnerBlock], moved[kOwnerBlock], gradient_moved[kOwnerBlock], steps[kOwnerBlock];
     int32_t ages[kOwnerBlock], counted[kOwnerBlock];
+    int64_t places[kOwnerBlock];
     const int32_t oldest = static_cast<int32_t>(c.num_tables - 1), last_decay = static_cast<int32_t>(c.num_decay - 1);
     for (int64_t start = begin; start < end; start += kOwnerBlock) {
         const int64_t num = std::min<int64_t>(kOwnerBlock, end - start);
+        for (int64_t i = 0; i < num; ++i) places[i] = c.index ? position_at(c.index, start + i, c.index_bytes) : start + i;
         for (int64_t i = 0; i < num; ++i) {
-            const int64_t at = c.index ? c.index[start + i] : start + i;
-            w[i] = c.weight[at];
-            m[i] = c.momentum[at];
-            ages[i] = c.step - c.last_sync[at];
-            c.last_sync[at] = c.step;
+            w[i] = c.weight[places[i]];
+            m[i] = c.momentum[places[i]];
         }
+        c.last_bytes == 4 ? take_ages(static_cast<int32_t*>(c.last_sync), c.step, places, num, ages)
+                          : take_ages(static_cast<int16_t*>(c.last_sync), c.step, places, num, ages);
         int32_t others = 0;
         for (int64_t i = 0; i < num; ++i) {
             counted[i] = c.catch_up ? std::min(ages[i], oldest) : 1;
@@ -47,9 +57,8 @@ SCAPE_INLINE void owner_piece(const Owner& c, int64_t begin, int64_t end) {
             catch_up<kDecay>(w[i], m[i], mean[i], Coefficients{kept[i], taken[i], moved[i], gradient_moved[i], steps[i]},
                              kDecay ? decay[i] : 1.0f, c.numbers);
         for (int64_t i = 0; i < num; ++i) {
-            const int64_t at = c.index ? c.index[start + i] : start + i;
-            c.weight[at] = w[i];
-            c.momentum[at] = m[i];
+            c.weight[places[i]] = w[i];
+            c.momentum[places[i]] = m[i];
         }
         from_floats(w, num, c.out, start, c.out_dtype);
     }

@@ -19,16 +19,21 @@ enum : int64_t {
     kMaxNoted = kPiece / 8  // keys that a piece notes down; where more are left they are computed again
 };
 
-SCAPE_INLINE void keys_of(const Select& c, int64_t start, int64_t num, uint32_t* keys) {
+template <class Last>
+SCAPE_INLINE void keys_with(const Select& c, const Last* last, int64_t start, int64_t num, uint32_t* keys) {
     const float* const rank_by = c.rank_by + start;
-    const int32_t* const last = c.last_sync + start;
     if (c.square) {
         const float* const square = c.square + start;
         for (int64_t i = 0; i < num; ++i)
-            keys[i] = sort_key(residual_score(rank_by[i], square[i]), c.step - last[i] >= c.max_age);
+            keys[i] = sort_key(residual_score(rank_by[i], square[i]), age_at(last, i, sizeof(Last), c.step) >= c.max_age);
     } else {
-        for (int64_t i = 0; i < num; ++i) keys[i] = sort_key(rank_by[i], c.step - last[i] >= c.max_age);
+        for (int64_t i = 0; i < num; ++i) keys[i] = sort_key(rank_by[i], age_at(last, i, sizeof(Last), c.step) >= c.max_age);
     }
+}
+
+SCAPE_INLINE void keys_of(const Select& c, int64_t start, int64_t num, uint32_t* keys) {
+    c.last_bytes == 4 ? keys_with(c, static_cast<const int32_t*>(c.last_sync) + start, start, num, keys)
+                      : keys_with(c, static_cast<const int16_t*>(c.last_sync) + start, start, num, keys);
 }
 
 // Adds the first digits of the keys to `histogram`.

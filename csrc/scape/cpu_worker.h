@@ -46,8 +46,8 @@ SCAPE_INLINE void from_floats(const float* from, int64_t num, void* to, int64_t 
     }
 }
 
-template <class D>
-SCAPE_INLINE void take_at(float* residual, const int64_t* index, int64_t num, int64_t first, void* values) {
+template <class D, class Index>
+SCAPE_INLINE void take_at(float* residual, const Index* index, int64_t num, int64_t first, void* values) {
     auto* out = static_cast<typename D::Bits*>(values);
     for (int64_t i = 0; i < num; ++i) {
         float& r = residual[index[i] - first];
@@ -74,10 +74,13 @@ struct Exact {
     static SCAPE_INLINE float from_float(float value) { return value; }
 };
 
+// Index: int32_t or int64_t.
+template <class Index>
 SCAPE_INLINE void enter_piece(const Enter& c, int64_t begin, int64_t end) {
     float space[kBlock];
-    const int64_t* at = c.index ? std::lower_bound(c.index, c.index + c.num_index, c.first + begin) : nullptr;
-    const int64_t* const stop = c.index + c.num_index;
+    const Index* const index = static_cast<const Index*>(c.index);
+    const Index* const stop = index + c.num_index;
+    const Index* at = index ? std::lower_bound(index, stop, c.first + begin) : nullptr;
     for (int64_t start = begin; start < end; start += kBlock) {
         const int64_t num = std::min<int64_t>(kBlock, end - start);
         float* const residual = c.residual + start;
@@ -95,9 +98,9 @@ SCAPE_INLINE void enter_piece(const Enter& c, int64_t begin, int64_t end) {
             }
         }
         if (c.values && c.index) {
-            const int64_t* const from = at;
+            const Index* const from = at;
             while (at < stop && *at < c.first + start + num) ++at;
-            const int64_t k = from - c.index;
+            const int64_t k = from - index;
             switch (c.values_dtype) {
                 case kBf16: take_at<zipccl::Bf16>(residual, from, at - from, c.first + start, static_cast<uint16_t*>(c.values) + k); break;
                 case kFp16: take_at<zipccl::Fp16>(residual, from, at - from, c.first + start, static_cast<uint16_t*>(c.values) + k); break;

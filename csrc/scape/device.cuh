@@ -42,12 +42,12 @@ __device__ __forceinline__ float store_float(void* to, i64 i, float value, int d
     return dtype == kBf16 ? bf16_to_float(bits) : half_to_float(bits);
 }
 
-// The first of `num` ascending numbers that is not below `value`: 33 ways at a time, by a whole warp.
-__device__ __forceinline__ i64 first_not_below(const int64_t* numbers, i64 num, i64 value) {
+// The first of `num` positions that is not below `value`: 33 ways at a time, by a whole warp.
+__device__ __forceinline__ i64 first_not_below(const void* index, int bytes, i64 num, i64 value) {
     i64 lo = 0, hi = num;
     while (lo < hi) {
         const i64 step = (hi - lo + kWarp - 1) / kWarp, probe = lo + lane_id() * step;
-        const u32 below = __popc(__ballot_sync(kAllLanes, probe < hi && numbers[probe] < value));
+        const u32 below = __popc(__ballot_sync(kAllLanes, probe < hi && position_at(index, probe, bytes) < value));
         if (lo + below * step < hi) hi = lo + below * step;
         if (below) lo += (below - 1) * step + 1;
     }

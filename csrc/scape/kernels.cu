@@ -21,6 +21,8 @@ int scape_cuda_enter(const Enter* c, cudaStream_t stream) {
     if (!c->num || (!c->gradient && !c->values)) return 0;
     if (c->gradient)
         SCAPE_LAUNCH(enter_kernel<true>, ceil_div(c->num, kTile), kThreads, stream, *c);
+    else if (c->index && !c->num_index)
+        return 0;
     else if (c->index)
         SCAPE_LAUNCH(take_kernel, ceil_div(c->num_index, kThreads), kThreads, stream, *c);
     else
@@ -34,13 +36,13 @@ int scape_cuda_track_square(const Enter* c, cudaStream_t stream) {
     return last_error();
 }
 
-int scape_cuda_scatter(void* target, const int64_t* index, const void* values, i64 num, int itemsize, cudaStream_t stream) {
+int scape_cuda_scatter(void* target, const void* index, int index_bytes, const void* values, i64 num, int itemsize, cudaStream_t stream) {
     if (!num) return 0;
     const i64 grid = ceil_div(num, kThreads * kStepPer);
     if (itemsize == 2)
-        SCAPE_LAUNCH(scatter_kernel<u16>, grid, kThreads, stream, (u16*)target, index, (const u16*)values, num);
+        SCAPE_LAUNCH(scatter_kernel<u16>, grid, kThreads, stream, (u16*)target, index, index_bytes, (const u16*)values, num);
     else
-        SCAPE_LAUNCH(scatter_kernel<u32>, grid, kThreads, stream, (u32*)target, index, (const u32*)values, num);
+        SCAPE_LAUNCH(scatter_kernel<u32>, grid, kThreads, stream, (u32*)target, index, index_bytes, (const u32*)values, num);
     return last_error();
 }
 
@@ -113,14 +115,17 @@ int scape_cuda_words_of_indices(const u8* message, i64 num_blocks, i64 room, i64
 }
 
 // Sets the ranges in the words, then writes the positions of all ones of all runs, one run after another, counted from bases[run].
-// counts: num_runs words of 4 bytes; before: num_runs + 1 words of 8.
+// counts: num_runs words of 4 bytes; before: num_runs + 1 words of 8; position_bytes: 4 or 8.
 int scape_cuda_positions(u32* words, const Range* dense, i64 num_dense, const Run* runs, const i64* bases, i64 num_runs, u32* counts,
-                         i64* before, i64 room, i64* positions, cudaStream_t stream) {
+                         i64* before, i64 room, void* positions, int position_bytes, cudaStream_t stream) {
     if (!num_runs) return 0;
     if (num_dense) SCAPE_LAUNCH(fill_kernel, num_dense, kThreads, stream, words, dense, 1);
     SCAPE_LAUNCH(count_kernel, num_runs, kThreads, stream, words, runs, counts);
     SCAPE_LAUNCH(before_kernel, 1, kThreads, stream, (const u16*)counts, num_runs, (i64)1 << 62, before);
-    SCAPE_LAUNCH(positions_kernel, num_runs, kThreads, stream, words, runs, bases, before, room, positions);
+    if (position_bytes == 4)
+        SCAPE_LAUNCH(positions_kernel<int32_t>, num_runs, kThreads, stream, words, runs, bases, before, room, (int32_t*)positions);
+    else
+        SCAPE_LAUNCH(positions_kernel<int64_t>, num_runs, kThreads, stream, words, runs, bases, before, room, (int64_t*)positions);
     return last_error();
 }
 

@@ -137,15 +137,16 @@ __global__ void __launch_bounds__(kThreads) bits_kernel(const u16* offsets, cons
 }
 
 // Positions of the ones of every run, counted from bases[run], one run after another; at most `room` in all.
+template <class Index>
 __global__ void __launch_bounds__(kThreads) positions_kernel(const u32* words, const Run* runs, const i64* bases, const i64* before, i64 room,
-                                                             i64* positions) {
+                                                             Index* positions) {
     __shared__ u32 shared[kThreads / kWarp];
     const RunWords own(words, runs[blockIdx.x]);
     u32 total;
     const u32 mine = scan_cta(own.ones(), shared, total);
     const i64 first = before[blockIdx.x], base = bases[blockIdx.x];
     own.each(mine, [&](u32 k, i64 element) {
-        if (first + k < room) positions[first + k] = element - base;
+        if (first + k < room) positions[first + k] = (Index)(element - base);
     });
 }
 

@@ -22,20 +22,20 @@ template <class Visit>
 __device__ __forceinline__ void sampled_keys(const Select& c, const Search& search, i64 start, i64 line, const Visit& visit) {
     constexpr u32 kAhead = 8, kLines = kTileElems / kWarp / kSampleStep;        // sampled lines of a tile
     float r[kAhead], q[kAhead];
-    int last[kAhead];
+    int age[kAhead];
 #pragma unroll
     for (u32 j = 0; j < kAhead; ++j) {
         const i64 tile = (line + j) / kLines, place = tile % kSampleStep + (line + j) % kLines * kSampleStep;
         const i64 at = tile * kTileElems + place * kWarp + lane_id();
-        r[j] = q[j] = 0.0f, last[j] = -1;
+        r[j] = q[j] = 0.0f, age[j] = -1;
         if (at >= search.numel) continue;
         r[j] = c.rank_by[start + at];
-        last[j] = c.last_sync[start + at];
+        age[j] = age_at(c.last_sync, start + at, c.last_bytes, c.step);
         if (c.square) q[j] = c.square[start + at];
     }
 #pragma unroll
     for (u32 j = 0; j < kAhead; ++j)
-        visit(last[j] >= 0, sort_key(c.square ? residual_score(r[j], q[j]) : r[j], c.step - last[j] >= c.max_age));
+        visit(age[j] >= 0, sort_key(c.square ? residual_score(r[j], q[j]) : r[j], age[j] >= c.max_age));
 }
 
 __global__ void __launch_bounds__(kSelectThreads, 2) sample_kernel(const Select c, const Scratch s, bool again) {

@@ -48,21 +48,21 @@ __device__ __forceinline__ void tile_keys(const Select& c, const Tile& tile, con
     constexpr u32 kAhead = 8;
     for (u32 line = 0; line * kWarp < (u32)tile.num; line += kAhead) {
         float r[kAhead], q[kAhead];
-        int last[kAhead];
+        int age[kAhead];
 #pragma unroll
         for (u32 j = 0; j < kAhead; ++j) {
             const u32 at = (line + j) * kWarp + lane_id();
-            r[j] = q[j] = 0.0f, last[j] = 0;
+            r[j] = q[j] = 0.0f, age[j] = 0;
             if (at >= (u32)tile.num) continue;
             r[j] = c.rank_by[tile.start + at];
-            last[j] = c.last_sync[tile.start + at];
+            age[j] = age_at(c.last_sync, tile.start + at, c.last_bytes, c.step);
             if (c.square) q[j] = c.square[tile.start + at];
         }
 #pragma unroll
         for (u32 j = 0; j < kAhead; ++j) {
             const u32 at = (line + j) * kWarp + lane_id();
             const float score = c.square ? residual_score(r[j], q[j]) : r[j];
-            visit(at < (u32)tile.num, sort_key(score, c.step - last[j] >= c.max_age), at);
+            visit(at < (u32)tile.num, sort_key(score, age[j] >= c.max_age), at);
         }
     }
 }

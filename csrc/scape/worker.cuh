@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads) enter_kernel(const Enter c) {
     }
     // While those are on their way.
     if (c.index && warp_id() < 2) {
-        const i64 found = first_not_below(c.index, c.num_index, c.first + start + (warp_id() ? num : 0));
+        const i64 found = first_not_below(c.index, c.index_bytes, c.num_index, c.first + start + (warp_id() ? num : 0));
         if (lane_id() == 0) range[warp_id()] = found;
     }
     if (kHasGradient) {
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) enter_kernel(const Enter c) {
         for (u32 j = 0; j < kPerThread; ++j) tile[threadIdx.x + j * kThreads] = r[j];
         __syncthreads();
         for (i64 k = range[0] + threadIdx.x; k < range[1]; k += kThreads) {
-            const u32 i = (u32)(c.index[k] - c.first - start);
+            const u32 i = (u32)(position_at(c.index, k, c.index_bytes) - c.first - start);
             tile[i] = minus(tile[i], store_float(c.values, k, tile[i], c.values_dtype));
         }
         __syncthreads();
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads) enter_kernel(const Enter c) {
 __global__ void __launch_bounds__(kThreads) take_kernel(const Enter c) {
     const i64 k = (i64)blockIdx.x * kThreads + threadIdx.x;
     if (k >= c.num_index) return;
-    float* const r = c.residual + (c.index[k] - c.first);
+    float* const r = c.residual + (position_at(c.index, k, c.index_bytes) - c.first);
     *r = minus(*r, store_float(c.values, k, *r, c.values_dtype));
 }
 
@@ -87,12 +87,12 @@ __global__ void __launch_bounds__(kThreads) track_kernel(const Enter c) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) scatter_kernel(T* target, const int64_t* index, const T* values, i64 num) {
+__global__ void __launch_bounds__(kThreads) scatter_kernel(T* target, const void* index, int index_bytes, const T* values, i64 num) {
     const i64 start = (i64)blockIdx.x * kThreads * kStepPer + threadIdx.x;
 #pragma unroll
     for (u32 j = 0; j < kStepPer; ++j) {
         const i64 i = start + j * kThreads;
-        if (i < num) target[index[i]] = values[i];
+        if (i < num) target[position_at(index, i, index_bytes)] = values[i];
     }
 }
 
@@ -101,28 +101,33 @@ __global__ void __launch_bounds__(kThreads) owner_kernel(const Owner c) {
     const i64 start = (i64)blockIdx.x * kThreads * kStepPer + threadIdx.x;
     i64 at[kStepPer];
     float w[kStepPer], m[kStepPer], mean[kStepPer];
-    int last[kStepPer];
+    int ages[kStepPer];     // at least 1
 #pragma unroll
     for (u32 j = 0; j < kStepPer; ++j) {
         const i64 i = start + j * kThreads;
-        if (i < c.num) at[j] = c.index ? c.index[i] : i;
-    }
-#pragma unroll
-    for (u32 j = 0; j < kStepPer; ++j) {
-        const i64 i = start + j * kThreads;
-        if (i < c.num) w[j] = c.weight[at[j]], m[j] = c.momentum[at[j]], last[j] = c.last_sync[at[j]], mean[j] = c.mean[i];
+        if (i < c.num) at[j] = c.index ? position_at(c.index, i, c.index_bytes) : i;
     }
 #pragma unroll
     for (u32 j = 0; j < kStepPer; ++j) {
         const i64 i = start + j * kThreads;
         if (i >= c.num) continue;
-        const int age = c.step - last[j], oldest = (int)c.num_tables - 1, longest = (int)c.num_decay - 1;
+        w[j] = c.weight[at[j]], m[j] = c.momentum[at[j]], mean[j] = c.mean[i];
+        ages[j] = age_at(c.last_sync, at[j], c.last_bytes, c.step - 1) + 1;
+    }
+#pragma unroll
+    for (u32 j = 0; j < kStepPer; ++j) {
+        const i64 i = start + j * kThreads;
+        if (i >= c.num) continue;
+        const int age = ages[j], oldest = (int)c.num_tables - 1, longest = (int)c.num_decay - 1;
         const int a = c.catch_up ? (age < oldest ? age : oldest) : 1;
         const Coefficients by_age = {c.kept[a], c.taken[a], c.moved[a], c.gradient_moved[a], (float)a};
         catch_up<kDecay>(w[j], m[j], mean[j], by_age, kDecay ? c.decay[age < longest ? age : longest] : 1.0f, c.numbers);
         c.weight[at[j]] = w[j];
         c.momentum[at[j]] = m[j];
-        c.last_sync[at[j]] = c.step;
+        if (c.last_bytes == 4)
+            ((int32_t*)c.last_sync)[at[j]] = c.step;
+        else
+            ((int16_t*)c.last_sync)[at[j]] = (int16_t)c.step;
         store_float(c.out, i, w[j], c.out_dtype);
     }
 }

@@ -1,5 +1,6 @@
 """``ds_scape estimate``: bytes, memory and step time of SCAPE on a given model and cluster, beside dense ZeRO. Bytes and memory come from
-ds_scape/sync/traffic.py, which tests compare with what is really sent and kept; the time is bytes over a link's speed and no more."""
+ds_scape/sync/traffic.py and ds_scape/optimizer/memory.py, which tests compare with what is really sent and kept; the time is bytes over a
+link's speed and no more."""
 import math
 import re
 
@@ -7,9 +8,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ds_scape.optimizer.passage import PIECE
+from ds_scape.optimizer import memory
 from ds_scape.sync.partition import Layout, TensorSlot, flat_layout
-from ds_scape.sync.traffic import dense_zero_bytes, held_bytes, step_bytes
+from ds_scape.sync.traffic import dense_zero_bytes, step_bytes
 from zipscape.errors import ConfigError, describe
 from zipscape.machine import write_json
 
@@ -32,7 +33,7 @@ LEFT_OUT = (
     "gradients.",
     "Tensors of one dimension, which are always dense, parameter groups with a density of their own, and frozen parameters: all "
     "parameters count as one matrix with 16-bit weights.",
-    "Buffers of a step: values going out and coming in (2 bytes per coordinate with bf16), and 64 MiB when clipping.",
+    "Of the memory: 32 MiB for the norm. The rest is what a step with masks needs at its most, beyond dense ZeRO 1 with Adam.",
     "Steps of the dense warm-up, and the first one: they send as much as dense ZeRO with a reduce-scatter.",
     "Quality: whether the loss is good enough at this density, or after how many steps, is not part of it.",
 )
@@ -107,19 +108,21 @@ def rows_of(args) -> list[dict]:
         # Padding is in the last partition: its rank owns least and sends most.
         sent = step_bytes(layout, args.ranks - 1, dense=False, value_bytes=VALUE_BYTES[args.values_dtype], weight_bytes=WEIGHT_BYTES,
                           encoding=args.mask_encoding)
-        rows.append(_row(f"SCAPE {density:g}", density, sent, _memory(layout, args.offload), args))
+        sizes = memory.Sizes(value=VALUE_BYTES[args.values_dtype], weight=WEIGHT_BYTES)
+        rows.append(_row(f"SCAPE {density:g}", density, sent, _memory(layout, args.offload, sizes, args.mask_encoding), args))
     for row in rows:
         row["ratio"] = rows[0]["wire_bytes"] / row["wire_bytes"] if row["wire_bytes"] else None
         row["speedup"] = rows[0]["step_s"] / row["step_s"] if row["step_s"] else None
     return rows
 
 
-def _memory(layout: Layout, offload: bool) -> dict[str, int]:
-    held = held_bytes(layout)
-    residual = held.pop("residual")
+def _memory(layout: Layout, offload: bool, sizes: memory.Sizes, encoding: str) -> dict[str, int]:
+    """At its most during a step with masks; the norm's buffer is left out."""
+    kept = memory.kept_bytes(layout, sizes, encoding)
+    device = kept["ages"] + kept["masks"] + memory.masked_step_bytes(layout, sizes, encoding, offloaded=offload, chunk=0)
     if not offload:
-        return {"device": residual + sum(held.values()), "host": 0}
-    return {"device": 2 * 4 * PIECE + sum(held.values()), "host": residual}
+        return {"device": device + kept["residual"], "host": 0}
+    return {"device": device + memory.buffer_bytes(layout), "host": kept["residual"]}
 
 
 def _row(what: str, density: float | None, sent: dict, memory: dict, args) -> dict:

@@ -11,6 +11,11 @@ def _address(t: torch.Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
 
 
+def index_bytes(index: torch.Tensor | None) -> int:
+    """Of one position."""
+    return 4 if index is None else index.element_size()
+
+
 class Numbers(ctypes.Structure):
     _fields_ = [(name, _FLOAT) for name in ("lr", "beta2", "rest2", "eps")]
 
@@ -18,19 +23,20 @@ class Numbers(ctypes.Structure):
 class Enter(ctypes.Structure):
     _fields_ = [*((name, _PTR) for name in ("residual", "gradient", "index", "values", "square")),
                 *((name, _I64) for name in ("num", "num_index", "first", "own_start", "own_num")),
-                *((name, _I32) for name in ("gradient_dtype", "values_dtype")),
+                *((name, _I32) for name in ("gradient_dtype", "values_dtype", "index_bytes")),
                 *((name, _FLOAT) for name in ("factor", "beta2", "rest2"))]
 
 
 class Select(ctypes.Structure):
-    _fields_ = [*((name, _PTR) for name in ("rank_by", "square", "last_sync", "chosen")), ("num", _I64), ("step", _I32), ("max_age", _I32)]
+    _fields_ = [*((name, _PTR) for name in ("rank_by", "square", "last_sync", "chosen")), ("num", _I64),
+                *((name, _I32) for name in ("step", "max_age", "last_bytes"))]
 
 
 class Owner(ctypes.Structure):
     _fields_ = [*((name, _PTR) for name in ("weight", "momentum", "last_sync", "mean", "index", "kept", "taken", "moved", "gradient_moved",
                                             "decay", "out")),
                 *((name, _I64) for name in ("num", "num_tables", "num_decay")),
-                *((name, _I32) for name in ("step", "catch_up", "out_dtype")), ("numbers", Numbers)]
+                *((name, _I32) for name in ("step", "catch_up", "out_dtype", "index_bytes", "last_bytes")), ("numbers", Numbers)]
 
 
 class Dense(ctypes.Structure):
@@ -46,17 +52,19 @@ class Scratch(ctypes.Structure):
 def enter(residual, gradient, factor, index, values, first, square, own_start, beta2) -> Enter:
     return Enter(_address(residual), _address(gradient), _address(index), _address(values), _address(square), residual.numel(),
                  0 if index is None else index.numel(), first, own_start, 0 if square is None else square.numel(),
-                 0 if gradient is None else DTYPE[gradient.dtype], 0 if values is None else DTYPE[values.dtype], factor, beta2, 1 - beta2)
+                 0 if gradient is None else DTYPE[gradient.dtype], 0 if values is None else DTYPE[values.dtype], index_bytes(index),
+                 factor, beta2, 1 - beta2)
 
 
 def select(rank_by, square, last_sync, chosen, step, max_age) -> Select:
-    return Select(_address(rank_by), _address(square), _address(last_sync), _address(chosen), rank_by.numel(), step, max_age)
+    return Select(_address(rank_by), _address(square), _address(last_sync), _address(chosen), rank_by.numel(), step, max_age,
+                  last_sync.element_size())
 
 
 def owner(weight, momentum, last_sync, mean_value, index, step, tables, decay, lr, beta2, eps, catch_up, out) -> Owner:
     tensors = (weight, momentum, last_sync, mean_value, index, *tables, decay, out)
     return Owner(*map(_address, tensors), mean_value.numel(), tables[0].numel(), 0 if decay is None else decay.numel(), step, catch_up,
-                 DTYPE[out.dtype], Numbers(lr, beta2, 1 - beta2, eps))
+                 DTYPE[out.dtype], index_bytes(index), last_sync.element_size(), Numbers(lr, beta2, 1 - beta2, eps))
 
 
 def dense(weight, momentum, gradient, lr, kept, taken, beta2, eps, decay, correction) -> Dense:

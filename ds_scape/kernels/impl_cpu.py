@@ -11,7 +11,7 @@ import torch
 
 from ds_scape.errors import KernelError
 from ds_scape.kernels import c_structs as c
-from ds_scape.kernels.impl_reference import index_bytes
+from ds_scape.kernels.impl_reference import index_bytes, position_dtype
 from zipscape.errors import BuildError, describe
 
 ISAS = ("baseline", "avx2", "avx512")          # in the order of the library's numbers
@@ -20,12 +20,12 @@ _I32, _I64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 _SIGNATURES = {
     "enter": (_PTR, _I32, _I32),
     "track_square": (_PTR, _I32, _I32),
-    "scatter": (_PTR, _PTR, _PTR, _I64, _I32, _I32),
+    "scatter": (_PTR, _PTR, _I32, _PTR, _I64, _I32, _I32),
     "select": (_PTR, _PTR, _I64, _I32, _I32),
     "owner_step": (_PTR, _I32, _I32),
     "dense_step": (_PTR, _I32, _I32),
     "pack_mask": (_PTR, _I64, _PTR, _I64, _I32, _I64, _PTR, _I32),
-    "unpack_mask": (_PTR, _I64, _I64, _PTR, _I64, _I32, _PTR, _I64, _PTR, _PTR, _PTR, _I32),
+    "unpack_mask": (_PTR, _I64, _I64, _PTR, _I64, _I32, _PTR, _I64, _PTR, _PTR, _I32, _PTR, _I32),
 }
 _CORRUPT, _TOO_MANY = 1, 2
 
@@ -73,11 +73,12 @@ class CpuKernels:
         return message
 
     def unpack_mask(self, message, numel, dense, encoding, sizes, counts):
-        parts = [torch.empty(count, dtype=torch.int64, device="cpu") for count in counts]
+        dtype = position_dtype(sizes)
+        parts = [torch.empty(count, dtype=dtype, device="cpu") for count in counts]
         found = (_I64 * len(sizes))()
         code = self._call("unpack_mask", message.data_ptr(), message.numel(), numel, _numbers(dense), len(dense), encoding == "bits",
-                          _numbers(sizes), len(sizes), _numbers(counts), (_I64 * len(parts))(*(p.data_ptr() for p in parts)), found,
-                          torch.get_num_threads())
+                          _numbers(sizes), len(sizes), _numbers(counts), (_I64 * len(parts))(*(p.data_ptr() for p in parts)),
+                          dtype.itemsize, found, torch.get_num_threads())
         return parts, [-1] * len(sizes) if code == _CORRUPT else list(found)
 
     def enter(self, residual, gradient, factor, index, values, first, square, own_start, beta2):
@@ -87,11 +88,11 @@ class CpuKernels:
         self._call_with("track_square", c.enter(square, gradient, factor, None, None, 0, square, 0, beta2))
 
     def scatter(self, target, index, values):
-        self._call("scatter", target.data_ptr(), index.data_ptr(), values.data_ptr(), index.numel(), target.element_size(),
-                   torch.get_num_threads())
+        self._call("scatter", target.data_ptr(), index.data_ptr(), index.element_size(), values.data_ptr(), index.numel(),
+                   target.element_size(), torch.get_num_threads())
 
-    def select(self, rank_by, square, last_sync, step, max_age, segments):
-        chosen = torch.empty(rank_by.numel(), dtype=torch.bool, device="cpu")
+    def select(self, rank_by, square, last_sync, step, max_age, segments, chosen=None, empty=None):
+        chosen = torch.empty(rank_by.numel(), dtype=torch.bool, device="cpu") if chosen is None else chosen
         structure = c.select(rank_by, square, last_sync, chosen, step, max_age)
         self._call_with("select", structure, _numbers(segments), len(segments))
         return chosen

@@ -10,18 +10,18 @@ import torch
 from ds_scape.errors import KernelError
 from ds_scape.kernels import c_structs as c
 from ds_scape.kernels import cuda_plans as plans
-from ds_scape.kernels.impl_reference import BLOCK, index_bytes
+from ds_scape.kernels.impl_reference import BLOCK, empty_beside, index_bytes, position_dtype
 from zipscape.errors import BuildError, describe
 
 _P, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _SIGNATURES = {
     "enter": (_P,), "track_square": (_P,), "owner_step": (_P,), "dense_step": (_P,),
-    "scatter": (_P, _P, _P, _I64, _I32),
+    "scatter": (_P, _P, _I32, _P, _I64, _I32),
     "select": (_P, _P, _I64, _P, _I64, _I32),
     "words_of_mask": (_P, _I64, _P, _P, _I64),
     "indices_of_words": (_P, _P, _I64, _I64, _P, _P),
     "words_of_indices": (_P, _I64, _I64, _P, _P),
-    "positions": (_P, _P, _I64, _P, _P, _I64, _P, _P, _I64, _P),
+    "positions": (_P, _P, _I64, _P, _P, _I64, _P, _P, _I64, _P, _I32),
 }
 #: CTAs that a multiprocessor has at once in the passes over everything.
 CTAS_PER_MULTIPROCESSOR = 2
@@ -92,9 +92,9 @@ class CudaKernels:
         within, plan, total = plans.ranges(dense, device), plans.positions_plan(tuple(sizes), device), sum(counts)
         ones = torch.empty(len(plan.runs), dtype=torch.int32, device=device)
         before = torch.zeros(len(plan.runs) + 1, dtype=torch.int64, device=device)
-        positions = torch.empty(total, dtype=torch.int64, device=device)
+        positions = torch.empty(total, dtype=position_dtype(sizes), device=device)
         self._call("positions", device, words.data_ptr(), within.data_ptr(), len(within), plan.runs.data_ptr(), plan.bases.data_ptr(),
-                   len(plan.runs), ones.data_ptr(), before.data_ptr(), total, positions.data_ptr())
+                   len(plan.runs), ones.data_ptr(), before.data_ptr(), total, positions.data_ptr(), positions.element_size())
         *ends, is_sound = torch.cat([before[plan.ends], sums[-1:]]).tolist()            # waits
         found = [stop - start for start, stop in zip([0, *ends], ends, strict=False)]
         return list(positions.split(counts)), found if is_sound >= 0 else [-1] * len(sizes)
@@ -109,7 +109,8 @@ class CudaKernels:
         self._call("track_square", square.device, ctypes.byref(structure))
 
     def scatter(self, target, index, values):
-        self._call("scatter", target.device, target.data_ptr(), index.data_ptr(), values.data_ptr(), index.numel(), target.element_size())
+        self._call("scatter", target.device, target.data_ptr(), index.data_ptr(), index.element_size(), values.data_ptr(), index.numel(),
+                   target.element_size())
 
     def owner_step(self, weight, momentum, last_sync, mean_value, index, step, tables, decay, lr, beta2, eps, catch_up, out):
         structure = c.owner(weight, momentum, last_sync, mean_value, index, step, tables, decay, lr, beta2, eps, catch_up, out)
@@ -120,14 +121,14 @@ class CudaKernels:
         self._call("dense_step", weight.device, ctypes.byref(structure))
 
     # --- the next mask ------------------------------------------------------------------------------------------------------------------
-    def select(self, rank_by, square, last_sync, step, max_age, segments):
-        device = rank_by.device
+    def select(self, rank_by, square, last_sync, step, max_age, segments, chosen=None, empty=None):
+        device, empty = rank_by.device, empty or empty_beside(rank_by)
         plan = plans.select_plan(segments, rank_by.numel(), device)
         num_tiles, num_searches = len(plan.tiles), len(plan.searches)
-        chosen = torch.empty(rank_by.numel(), dtype=torch.bool, device=device)
+        chosen = torch.empty(rank_by.numel(), dtype=torch.bool, device=device) if chosen is None else chosen
         searches = plan.searches.clone()
         histograms = torch.zeros(num_searches, plans.HISTOGRAM, dtype=torch.int32, device=device)
-        per_tile = torch.empty(num_tiles, plans.MAX_NOTES + 2, dtype=torch.int32, device=device).view(-1)
+        per_tile = empty(num_tiles * (plans.MAX_NOTES + 2), torch.int32)
         notes, counts, equal = per_tile.split([plans.MAX_NOTES * num_tiles, num_tiles, num_tiles])
         scratch = c.Scratch(*(t.data_ptr() for t in (plan.tiles, searches, histograms, notes, counts, equal)), num_tiles)
         structure = c.select(rank_by, square, last_sync, chosen, step, max_age)

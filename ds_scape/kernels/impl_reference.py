@@ -12,7 +12,14 @@ CHUNK = 1 << 24
 BLOCK = 1 << 16
 #: Keeps the score of a coordinate finite whose gradients were all zero.
 SCORE_EPS = 1e-9
+#: Positions in parts of so many elements and more have 8 bytes, in others 4.
+LONG = 1 << 31
 _INT = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def empty_beside(tensor: torch.Tensor):
+    """Makes tensors on its device: empty(numel, dtype)."""
+    return lambda numel, dtype: torch.empty(numel, dtype=dtype, device=tensor.device)
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------------------------
@@ -26,8 +33,13 @@ def unpack_mask(message: torch.Tensor, numel: int, dense: tuple, encoding: str, 
     if free is None:
         return [], [-1] * len(sizes)
     parts = (free | _ranges(dense, numel, free.device)).split(sizes)
-    found = [part.nonzero().view(-1) for part in parts]
+    found = [part.nonzero().view(-1).to(position_dtype(sizes)) for part in parts]
     return found, [len(positions) for positions in found]
+
+
+def position_dtype(sizes) -> torch.dtype:
+    """Of positions in parts of these sizes."""
+    return torch.int32 if max(sizes, default=0) < LONG else torch.int64
 
 
 def _ranges(ranges, numel, device) -> torch.Tensor:
@@ -115,9 +127,22 @@ def scatter(target: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> 
 
 # --- the next mask ------------------------------------------------------------------------------------------------------------------------
 def select(rank_by: torch.Tensor, square: torch.Tensor | None, last_sync: torch.Tensor, step: int, max_age: int,
-           segments: tuple) -> torch.Tensor:
+           segments: tuple, chosen: torch.Tensor | None = None, empty=None) -> torch.Tensor:
     scores = rank_by if square is None else score_residual(rank_by, square)
-    return select_scores(scores, step - last_sync >= max_age, segments)
+    found = select_scores(scores, ages(last_sync, step) >= max_age, segments)
+    return found if chosen is None else chosen.copy_(found)
+
+
+def ages(last_sync: torch.Tensor, step: int) -> torch.Tensor:
+    """int32: steps since the last synchronisation; where int16 is kept of that, modulo 65,536."""
+    since = step - last_sync.to(torch.int32)
+    return since if last_sync.dtype == torch.int32 else since & 0xFFFF
+
+
+def stamp(step: int, dtype: torch.dtype) -> int:
+    """What is kept of a step's number, in int16 or int32."""
+    half = 1 << 8 * dtype.itemsize - 1
+    return (step + half) % (2 * half) - half
 
 
 def score_residual(residual: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
@@ -146,11 +171,11 @@ def owner_step(weight: torch.Tensor, momentum: torch.Tensor, last_sync: torch.Te
                step: int, tables: tuple, decay: torch.Tensor | None, lr: float, beta2: float, eps: float, catch_up: bool,
                out: torch.Tensor) -> None:
     w, m, last = (t if index is None else t[index] for t in (weight, momentum, last_sync))
-    catch_up_step(w, m, mean_value, step - last, tables, decay, lr=lr, beta2=beta2, eps=eps, catch_up=catch_up)
+    catch_up_step(w, m, mean_value, ages(last, step - 1) + 1, tables, decay, lr=lr, beta2=beta2, eps=eps, catch_up=catch_up)
     if index is None:
-        last_sync.fill_(step)
+        last_sync.fill_(stamp(step, last_sync.dtype))
     else:
-        weight[index], momentum[index], last_sync[index] = w, m, step
+        weight[index], momentum[index], last_sync[index] = w, m, stamp(step, last_sync.dtype)
     out.copy_(w)
 
 

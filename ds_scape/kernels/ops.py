@@ -4,7 +4,8 @@ A *kernel set* is a module (or object) with the functions below; ``impl_*.py`` f
 float dtype; the others take contiguous tensors whose state (weights, momentum, residual, q) is fp32, and give the same bits. NaNs are NaNs
 in all of them, with any payload; where they decide an order (``select``), their payload is that of the reference on the same device.
 
-P: elements of a partition. n: elements of whatever is meant. k: coordinates that are sent. Positions are int64, ascending, each once.
+P: elements of a partition. n: elements of whatever is meant. k: coordinates that are sent. Positions ascend, each
+stands once; they are int32, and int64 where a part has 2^31 elements or more.
 
 ``pack_mask(mask, dense, encoding, max_ones)``
     bool [n] -> the message, uint8, without the coordinates in ``dense`` (tuple of (start, stop), ascending): "bits", ceil(n / 8) bytes,
@@ -21,14 +22,15 @@ P: elements of a partition. n: elements of whatever is meant. k: coordinates tha
     That last part alone, gradient [P].
 ``scatter(target, index, values)``
     target[index] = values, one dtype.
-``select(rank_by, square, last_sync, step, max_age, segments)``
-    bool [P], a new tensor: per segment (start, stop, count) exactly ``count`` coordinates: those with step - last_sync >= max_age first,
-    then by |rank_by| / (sqrt(square) + 1e-9) (square None: by rank_by, >= 0), ties by lowest index. NaN is above all. Segments ascend;
-    what lies outside of them is False.
+``select(rank_by, square, last_sync, step, max_age, segments, chosen=None, empty=None)``
+    bool [P], ``chosen`` or a new tensor: per segment (start, stop, count) exactly ``count`` coordinates: those with step - last_sync >=
+    max_age first, then by |rank_by| / (sqrt(square) + 1e-9) (square None: by rank_by, >= 0), ties by lowest index. NaN is above all.
+    Segments ascend; what lies outside of them is False. empty(numel, dtype): makes what is needed beside it, aligned to 16 bytes.
 ``owner_step(weight, momentum, last_sync, mean_value, index, step, tables, decay, lr, beta2, eps, catch_up, out)``
-    The rule of docs/scape.md for the coordinates at ``index`` (None: all): weight, momentum [P] and last_sync int32 [P] are moved in place
+    The rule of docs/scape.md for the coordinates at ``index`` (None: all): weight, momentum and last_sync [P] are moved in place
     from mean_value [k], last_sync becomes ``step``, out [k] gets the new weights. tables: four tensors [max_age + 1] (A, 1 - A,
-    c, a - c by age); decay: [H + 1] products by age, None: no decay. Ages beyond a table count as its last entry; all are >= 1.
+    c, a - c by age); decay: [H + 1] products by age, None: no decay. Ages beyond a table count as its last entry. last_sync: int32, or
+    int16, which is the step's number modulo 65,536: then ages, here from 1 to 65,536 and for ``select`` from 0, are right up to there.
 ``dense_step(weight, momentum, gradient, lr, kept, taken, beta2, eps, decay, correction)``
     One AdamS step, all [n]: m's weight ``kept``, the gradient's ``taken``; weight *= decay; both uses of m are divided by ``correction``.
 
@@ -118,8 +120,9 @@ class Kernels:
     def scatter(self, target, index, values) -> None:
         self._for("scatter", (), (target, values), (index,))(target, index, values)
 
-    def select(self, rank_by, square, last_sync, step, max_age, segments) -> torch.Tensor:
-        return self._for("select", (rank_by, square), (), (last_sync,))(rank_by, square, last_sync, step, max_age, segments)
+    def select(self, rank_by, square, last_sync, step, max_age, segments, chosen=None, empty=None) -> torch.Tensor:
+        function = self._for("select", (rank_by, square), (), (last_sync, chosen))
+        return function(rank_by, square, last_sync, step, max_age, segments, chosen, empty)
 
     def owner_step(self, weight, momentum, last_sync, mean_value, index, step, tables, decay, *, lr, beta2, eps, catch_up, out) -> None:
         function = self._for("owner_step", (weight, momentum, mean_value, decay, *tables), (out,), (last_sync, index))

@@ -71,7 +71,7 @@ def _mean_of_residuals(flow: Flow, flat: FlatState, start: int, stop: int) -> to
 
 def _ages(flow: Flow, flat: FlatState, start: int, stop: int) -> torch.Tensor:
     """Steps since the last synchronisation; so many as the decay products know are as good as more."""
-    return (flow.num_steps - flat.last_sync[start:stop]).clamp_(max=flat.decay.numel() - 1).to(_age_dtype(flat))
+    return flat.ages(flow.num_steps, start, stop).clamp_(max=flat.decay.numel() - 1).to(_age_dtype(flat))
 
 
 def _age_dtype(flat: FlatState) -> torch.dtype:

@@ -7,6 +7,7 @@
     5. the changed weights are gathered and written into every rank's copies
     6. the owner ranks its coordinates, and the next mask's gather is started: it has all of the next forward and backward
 
+A step without masks does 2 to 5 in pieces, each with the same coordinates of every partition: everything is exchanged, but never at once.
 Until 2 nothing is changed, so a step that is skipped leaves everything as it was, the mask under way included.
 """
 import logging
@@ -17,11 +18,14 @@ import torch
 
 from ds_scape.config import ScapeParams
 from ds_scape.kernels import loader
-from ds_scape.optimizer import offload
+from ds_scape.optimizer import spans
+from ds_scape.optimizer.passage import PIECE
+from ds_scape.optimizer.spans import Span
 from ds_scape.optimizer.state import FlatState
+from ds_scape.optimizer.workspace import Workspace
 from ds_scape.sync import mask as masks
 from ds_scape.sync.partition import Layout
-from ds_scape.sync.sparse_reduce import Positions, gather_weights, reduce_to_owners
+from ds_scape.sync.sparse_reduce import Positions, gather_weights, mean_of_rows
 from ds_scape.sync.transport import Transport
 from ds_scape.update import norms, scape_rule
 from ds_scape.update import residual as residuals
@@ -58,7 +62,9 @@ class Flow:
         self.is_watched, self.mask_overlap = False, None        # the share of the next mask that is in the present one too; if watched
         self._device = flats[0].copies.device
         self._wire = _WIRE[params.values_dtype]
-        self._all_dense = Positions(self.layout, transport.rank, None)
+        self._all_dense = Positions(self.layout, None)
+        self._passage = flats[0].passage
+        self._columns, self._partitions, self._own = self._pieces_of_steps()
         self._positions, self._mask_message, self._arriving = self._all_dense, None, None
         self._unmasked_step = 1             # a step that has no mask: the first, and one after a mask could not be restored
 
@@ -67,8 +73,9 @@ class Flow:
         return self.codec is None or step <= self.params.dense_warmup_steps or step == self._unmasked_step
 
     @torch.no_grad()
-    def step(self, fresh: list[torch.Tensor], *, max_norm: float = 0.0, loss_scale: float = 1.0) -> StepResult:
-        """One step from the fresh gradients, per buffer [W * P], any float dtype, multiplied by ``loss_scale``."""
+    def step(self, fresh: list[torch.Tensor], *, max_norm: float = 0.0, loss_scale: float = 1.0, may_overwrite: bool = False) -> StepResult:
+        """One step from the fresh gradients, per buffer [W * P], any float dtype, multiplied by ``loss_scale``. may_overwrite: once a
+        gradient has entered, its memory is used for what the step needs."""
         self.prefetch()
         square, bad = self._agree_on_norm(fresh, loss_scale)
         grad_norm = math.sqrt(square) if not bad else square
@@ -79,29 +86,30 @@ class Flow:
         positions = self._take_positions()
         self.last_dense_step = step if positions.dense else self.last_dense_step
         factor = norms.clip_factor(square, max_norm) / loss_scale
-        taken, ranked_by = [], []
-        for flat, gradient, index in zip(self.flats, fresh, positions.whole, strict=True):
-            values, *rest = self._enter(flat, gradient, factor, index, self._wire)
-            taken.append(values)
-            ranked_by.append(rest)
-        means = reduce_to_owners(taken, positions, self.transport, self.flats[0].weight.dtype)
-        del taken, values                   # in a step without masks they are as large as the model
-        self._synchronise(means, positions)
+        space, early = Workspace(self._device, fresh if may_overwrite else []), self._place_for_early_scores()
+        for flat in self.flats:
+            flat.advance_decay()
+        if positions.dense:
+            self._exchange_all(fresh, factor, self._wire, early)
+            for gradient in fresh:
+                space.lend(gradient, 0, len(gradient))
+            left = None
+        else:
+            left = self._exchange_masked(fresh, factor, positions, early, space)
         if not self.is_dense(step + 1):
-            self._start_mask(ranked_by, positions)
+            ranked_by = early or left or self._own_residuals(space)
+            self._start_mask(ranked_by, early is not None, positions, space)
         return StepResult(True, (), grad_norm, positions.dense)
 
     def prefetch(self) -> None:
         """Under offload: the first pieces of the residual may come to the device, while gradients are still being made."""
-        for flat in self.flats:
-            if flat.passage is not None:
-                return flat.passage.begin(flat.stored_residual)
+        if self._passage is not None and not self._passage.has_begun:
+            self._passage.begin(self._host_pieces(self._columns if self.is_dense(self.num_steps + 1) else self._partitions))
 
     def settle(self) -> None:
         """Under offload: the host waits until the residuals are whole in its memory."""
-        for flat in self.flats:
-            if flat.passage is not None:
-                flat.passage.settle()
+        if self._passage is not None:
+            self._passage.settle()
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -110,14 +118,7 @@ class Flow:
         Exact values are sent, once, by all ranks. What coordinates of the last step still hold is the wire's rounding error of that step;
         it is dropped, since no step has passed for which it could be applied.
         """
-        dtype = self.flats[0].weight.dtype
-        taken = [self._enter(flat, None, 1.0, None, dtype)[0] for flat in self.flats]
-        means = reduce_to_owners(taken, self._all_dense, self.transport, dtype)
-        for flat, mean in zip(self.flats, means, strict=True):
-            waiting = (flat.last_sync < self.num_steps).nonzero().view(-1)
-            self._owner_step(flat, mean.to(flat.weight.device)[waiting], waiting)
-        gather_weights([flat.copies for flat in self.flats], [flat.weight.to(flat.copies.device, flat.copies.dtype) for flat in self.flats],
-                       self._all_dense, self.transport, self.kernels)
+        self._exchange_all(None, 1.0, self.flats[0].weight.dtype, None)
 
     def _shape_of_masks(self) -> list:
         """Equal if and only if a mask message of one flow can be used by the other."""
@@ -153,7 +154,7 @@ class Flow:
         self.num_steps = int(self.transport.gather(number, "checkpoint").max())
         for flat in self.flats:
             flat.residual.zero_()
-            flat.last_sync.fill_(self.num_steps)
+            flat.all_are_synchronised(self.num_steps)
         self._unmasked_step = self.num_steps + 1
 
     # --- 1: before anything is changed ----------------------------------------------------------------------------------------------
@@ -171,71 +172,179 @@ class Flow:
         total = torch.zeros(1, dtype=torch.int64, device=device)
         every = self.params.check_masks_every
         if every and self.num_steps % every == 0 and not self.is_dense(self.num_steps + 1):
-            for index in self._peek_positions().whole:
-                if index is not None:
-                    weights = torch.arange(1, len(index) + 1, device=device) % 65521
-                    total += ((index + 1) * weights).sum() % CHECKSUM_MODULUS
+            for index in (index for own in self._peek_positions().of for index in own if index is not None):
+                weights = torch.arange(1, len(index) + 1, device=device) % 65521
+                total = (total * 31 + ((index.to(torch.int64) + 1) * weights).sum()) % CHECKSUM_MODULUS
         return (total % CHECKSUM_MODULUS).to(torch.float64)
 
     # --- 2: gradients into residuals, and what is sent out of them ----------------------------------------------------------------------
-    def _enter(self, flat: FlatState, gradient, factor, index, wire):
-        """Adds the fresh gradient (None: nothing) to the residual and takes out what is sent. Returns (values, scores of the literal
-        reading where it is asked for, the residual that is left in the rank's own partition)."""
-        rank, size, betas = self.transport.rank, flat.layout.partition_numel, flat.group["betas"]
-        own, early = slice(rank * size, (rank + 1) * size), None
-        is_early = self.params.mask_statistic == "first_moment" and gradient is not None
-        is_ranked = gradient is not None and not flat.layout.is_full    # otherwise there is nothing to rank
-        in_one_pass = gradient is not None and not is_early and flat.passage is None
-        square = flat.square if is_ranked and in_one_pass and flat.square.device == flat.residual.device else None
-        if is_ranked and square is None:
-            scape_rule.track_square(flat.square, self._owned(flat, gradient), factor=factor, beta2=betas[1], kernels=self.kernels)
-        if flat.passage is not None:
-            values, before, after = offload.enter(flat.stored_residual, flat.passage, gradient, factor, index, wire, own, is_early,
-                                                  self.kernels)
-        elif in_one_pass:
-            values, before, after = residuals.enter(flat.residual, gradient, factor, index, wire, square=square, own_start=own.start,
-                                                    beta2=betas[1], kernels=self.kernels), None, flat.residual[own]
+    def _pieces_of_steps(self) -> tuple[list[list[Span]], ...]:
+        """What passes through a step at a time: without masks; with masks, where the own partitions come last; to look at the latter."""
+        rank, layouts = self.transport.rank, self.layout.flats
+        most = PIECE if self._passage is None else self._passage.piece
+        others = [owner for owner in range(self.layout.world_size) if owner != rank]
+        by_owner = [spans.partitions(layouts, others), spans.partitions(layouts, [rank])]
+        if self._passage is None:
+            rest, own = ([own] for own in by_owner)
         else:
-            if gradient is not None:
-                residuals.accumulate(flat.residual, gradient, factor, self.kernels)
-            before = flat.residual[own].clone() if is_early else None
-            values, after = residuals.take(flat.residual, index, wire, self.kernels), flat.residual[own]
-        if is_early:
-            early = scape_rule.score_first_moment(flat.momentum, before.to(flat.weight.device), beta1=betas[0])
-        return values, early, after
+            rest, own = (spans.pieces(own, most) for own in by_owner)
+        return spans.columns(layouts, most), [*rest, *own], own
+
+    def _through(self, pieces: list[list[Span]]):
+        """Yields, for every piece, its spans with their residuals on the device."""
+        if self._passage is None:
+            for piece in pieces:
+                yield [(span, span.of(self.flats[span.flat].stored_residual, self.layout.flats[span.flat])) for span in piece]
+        else:
+            for piece, parts in zip(pieces, self._passage.pass_through(self._host_pieces(pieces)), strict=True):
+                yield list(zip(piece, parts, strict=True))
+
+    def _host_pieces(self, pieces: list[list[Span]]) -> list[list[torch.Tensor]]:
+        return [[span.of(self.flats[span.flat].stored_residual, self.layout.flats[span.flat]) for span in piece] for piece in pieces]
+
+    def _enter(self, span: Span, residual, fresh, factor, index, values, early) -> None:
+        """Adds a span's fresh gradients (None: nothing) to its residual and takes out what is sent, into ``values``. Of own coordinates q
+        is tracked, and the literal reading's scores are written into ``early``."""
+        flat, square = self.flats[span.flat], None
+        gradient = None if fresh is None else span.of(fresh[span.flat], flat.layout)
+        if gradient is not None and span.owner == self.transport.rank and not flat.layout.is_full:
+            own, (beta1, beta2) = slice(span.start, span.stop), flat.group["betas"]
+            square = flat.square[own]
+            if square.device != residual.device:        # optimizer offload
+                scape_rule.track_square(square, gradient.to(square.device), factor=factor, beta2=beta2, kernels=self.kernels)
+                square = None
+            if early is not None:
+                self.kernels.enter(residual, gradient, factor, square=square, beta2=beta2)
+                early[span.flat][own] = scape_rule.score_first_moment(flat.momentum[own], residual.to(flat.weight.device), beta1=beta1)
+                gradient = square = None
+        self.kernels.enter(residual, gradient, factor, index, values, first=span.start, square=square, beta2=flat.group["betas"][1])
+
+    def _place_for_early_scores(self) -> list[torch.Tensor | None] | None:
+        if self.params.mask_statistic != "first_moment":
+            return None
+        return [None if flat.layout.is_full else torch.empty_like(flat.weight) for flat in self.flats]
+
+    def _own_residuals(self, space: Workspace) -> list[torch.Tensor]:
+        """The residuals of the rank's own partitions, on the device."""
+        if self._passage is None:
+            return [flat.own(flat.stored_residual, self.transport.rank) for flat in self.flats]
+        left = self._places_for_residuals(space)
+        for piece in self._through(self._own):
+            for span, residual in piece:
+                left[span.flat][span.start:span.stop] = residual
+        return left
+
+    def _places_for_residuals(self, space: Workspace) -> list[torch.Tensor]:
+        return [space.empty(flat.layout.partition_numel, flat.stored_residual.dtype, is_tight=True) for flat in self.flats]
 
     # --- 3, 4, 5: values to the owners, weights back ----------------------------------------------------------------------------------
-    def _synchronise(self, means, positions: Positions) -> None:
-        changed = []
-        for i, (flat, mean) in enumerate(zip(self.flats, means, strict=True)):
-            flat.advance_decay()
-            changed.append(self._owner_step(flat, mean, positions.own[i]))
-        gather_weights([flat.copies for flat in self.flats], changed, positions, self.transport, self.kernels)
+    def _exchange_masked(self, fresh, factor, positions: Positions, early, space: Workspace) -> list[torch.Tensor] | None:
+        """What the masks choose. Returns the residuals of the own partitions, where they came to the device for that."""
+        rank, left = self.transport.rank, None
+        sent = torch.empty(sum(positions.splits), dtype=self._wire, device=self._device)
+        values, cuts = positions.rows(sent), self._cuts(positions)
+        for piece in self._through(self._partitions):
+            for span, residual in piece:
+                index, out = positions.of[span.owner][span.flat], values[span.owner][span.flat]
+                if left is None and span.owner == rank and self._passage is not None:
+                    for gradient, flat in zip(fresh, self.flats, strict=True):
+                        size = flat.layout.partition_numel
+                        space.lend(gradient, 0, rank * size)
+                        space.lend(gradient, (rank + 1) * size, len(gradient))
+                    left = self._places_for_residuals(space)
+                lo, hi = cuts[span] if index is not None else (span.start, span.stop)
+                self._enter(span, residual, fresh, factor, None if index is None else index[lo:hi], out[lo:hi], early)
+                if left is not None:
+                    left[span.flat][span.start:span.stop] = residual
+        for gradient, flat in zip(fresh, self.flats, strict=True):
+            size = flat.layout.partition_numel
+            space.lend(gradient, *((0, len(gradient)) if left is None else (rank * size, (rank + 1) * size)))
+        counts, mark = positions.counts[rank], space.mark()
+        mean = space.empty(sum(counts), self.flats[0].weight.dtype)
+        rest = space.mark()
+        mean_of_rows(self.transport.to_owners(sent, positions.splits, "values", space.empty), mean)
+        space.release(rest)
+        del sent, values, out
+        message = space.empty(max(positions.splits), self.flats[0].copies.dtype)
+        message[sum(counts):] = 0
+        outs = message[:sum(counts)].split(counts)
+        for flat, part, index, out in zip(self.flats, mean.split(counts), positions.of[rank], outs, strict=True):
+            self._owner_step(flat, slice(None), part, index, out)
+        gather_weights([flat.copies for flat in self.flats], message, positions, self.transport, space.empty, self.kernels)
+        space.release(mark)
+        return left
 
-    def _owner_step(self, flat: FlatState, mean, index) -> torch.Tensor:
-        """Moves the owned coordinates at ``index`` (None: all); returns their weights as the copies want them."""
+    def _cuts(self, positions: Positions) -> dict[Span, tuple[int, int]]:
+        """Where each span with a mask begins and ends among the positions of its partition."""
+        cuts, asked = {}, []
+        for span in (span for piece in self._partitions for span in piece):
+            index = positions.of[span.owner][span.flat]
+            if index is not None and span.numel == self.layout.flats[span.flat].partition_numel:
+                cuts[span] = 0, len(index)
+            elif index is not None:
+                asked.append(span)
+        if asked:
+            masks = [positions.of[span.owner][span.flat] for span in asked]
+            ends = torch.tensor([span[2:] for span in asked], dtype=masks[0].dtype, device="cpu").to(self._device)
+            found = [torch.searchsorted(index, own) for index, own in zip(masks, ends, strict=True)]
+            cuts.update((span, tuple(own)) for span, own in zip(asked, torch.stack(found).tolist(), strict=True))
+        return cuts
+
+    def _exchange_all(self, fresh, factor, wire: torch.dtype, early) -> None:
+        """Everything, piece by piece. fresh: None to bring up to date what is waiting, without a step."""
+        rank, world_size, state = self.transport.rank, self.layout.world_size, self.flats[0].weight.dtype
+        for piece in self._through(self._columns):
+            sizes, own = [span.numel for span, _ in piece], [span for span, _ in piece if span.owner == rank]
+            numel, own_sizes = sum(sizes) // world_size, [span.numel for span in own]
+            sent = self._empty(sum(sizes), wire)
+            for (span, residual), values in zip(piece, sent.split(sizes), strict=True):
+                self._enter(span, residual, fresh, factor, None, values, early)
+            received = self.transport.to_owners(sent, [numel] * world_size, "values")
+            del sent, values
+            mean = mean_of_rows(received, self._empty(numel, state))
+            del received
+            message = self._empty(numel, self.flats[0].copies.dtype)
+            for span, mean_part, out in zip(own, mean.split(own_sizes), message.split(own_sizes), strict=True):
+                self._owner_step(self.flats[span.flat], slice(span.start, span.stop), mean_part, None, out, is_step=fresh is not None)
+            del mean, mean_part
+            received = self.transport.gather(message, "weights")
+            for span, part in zip(own, received.split(own_sizes, dim=1), strict=True):
+                self.flats[span.flat].copies.view(world_size, -1)[:, span.start:span.stop] = part
+            del message, received, out, part
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def _owner_step(self, flat: FlatState, part: slice, mean, index, out, is_step: bool = True) -> None:
+        """Moves the owned coordinates at ``index`` (None: all) of a part of the partition; ``out`` gets their weights as the copies want
+        them. is_step: False: those that are up to date stay as they are."""
         group, device = flat.group, flat.weight.device
+        weight, momentum, last_sync = flat.weight[part], flat.momentum[part], flat.last_sync[part]
+        if not is_step:
+            index = (flat.ages(self.num_steps, part.start, part.stop) > 0).nonzero().view(-1)
         mean, index = mean.to(device), None if index is None else index.to(device)
-        changed = scape_rule.synchronise(flat.weight, flat.momentum, flat.last_sync, mean, index, self.num_steps, flat.age_tables,
-                                         flat.decay_products, lr=group["lr"], beta2=group["betas"][1], eps=group["eps"],
-                                         catch_up=self.params.catch_up, copies_dtype=flat.copies.dtype, kernels=self.kernels)
-        return changed.to(flat.copies.device)
-
-    def _owned(self, flat: FlatState, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's partition of a whole buffer, where the owner's state is (the host, under optimizer offload)."""
-        return flat.own(whole, self.transport.rank).to(flat.weight.device)
+        changed = out if is_step and out.device == device else torch.empty(mean.numel() if index is None else len(index), dtype=out.dtype,
+                                                                            device=device)
+        scape_rule.synchronise(weight, momentum, last_sync, mean if is_step else mean[index], index, self.num_steps, flat.age_tables,
+                               flat.decay_products, changed, lr=group["lr"], beta2=group["betas"][1], eps=group["eps"],
+                               catch_up=self.params.catch_up, kernels=self.kernels)
+        if changed is not out:
+            out.copy_(changed if is_step else weight)
 
     # --- 6: the next mask ---------------------------------------------------------------------------------------------------------------
-    def _start_mask(self, ranked_by, positions) -> None:
-        rank, chosen = self.transport.rank, []
-        for flat, (early, left) in zip(self.flats, ranked_by, strict=True):
-            if flat.layout.is_full:
-                continue
-            rank_by, square = (left.to(flat.weight.device), flat.square) if early is None else (early, None)
-            chosen.append(self.kernels.select(rank_by, square, flat.last_sync, self.num_steps, flat.max_age, flat.layout.segments[rank]))
+    def _start_mask(self, ranked_by, are_scores: bool, positions, space: Workspace) -> None:
+        """ranked_by: per buffer [P], the residuals that are left, or scores."""
+        rank, masked = self.transport.rank, [i for i, flat in enumerate(self.flats) if not flat.layout.is_full]
+        device, numel = self.flats[0].weight.device, self.layout.mask_numel
+        empty = space.empty if device == self._device else None
+        chosen = empty(numel, torch.bool) if empty else torch.empty(numel, dtype=torch.bool, device=device)
+        for i, part in zip(masked, self.codec.parts(chosen), strict=True):
+            flat = self.flats[i]
+            self.kernels.select(ranked_by[i].to(device), None if are_scores else flat.square, flat.last_sync, self.num_steps, flat.max_age,
+                                flat.layout.segments[rank], part, empty)
         if self.is_watched and not positions.dense:
-            present = [positions.own[i] for i, flat in enumerate(self.flats) if not flat.layout.is_full]
-            both = sum(int(mask[index.to(mask.device)].sum()) for mask, index in zip(chosen, present, strict=True))
+            present = [positions.of[rank][i] for i in masked]
+            both = sum(int(mask[index.to(device)].sum()) for mask, index in zip(self.codec.parts(chosen), present, strict=True))
             self.mask_overlap = both / max(1, sum(map(len, present)))
         self._send_mask(self.codec.encode(chosen, rank).to(self._device))
 
@@ -248,7 +357,7 @@ class Flow:
         if self._positions is None:
             messages = (self._arriving or self.transport.gather_async(self._mask_message, "mask")).wait()
             decoded = (self.codec.decode(row, rank) for rank, row in enumerate(messages))
-            self._positions = Positions(self.layout, self.transport.rank, decoded)
+            self._positions = Positions(self.layout, decoded)
             self._arriving = None
         return self._positions
 

@@ -19,22 +19,24 @@ def host_residual(numel: int, dtype: torch.dtype, device: torch.device, pin_memo
     return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pin_memory and device.type == "cuda")
 
 
-def passage_for(settings: Offload, device: torch.device, largest: int) -> "Passage | None":
-    """The way that these settings ask for, for residuals of up to ``largest`` elements; None where they stay on the device."""
-    return Passage(device, max(1, min(PIECE, largest)), settings.buffers) if settings.residual == "cpu" else None
+def passage_for(settings: Offload, device: torch.device, numel: int) -> "Passage | None":
+    """The way that these settings ask for, for residuals of ``numel`` elements in all; None where they stay on the device."""
+    return Passage(device, max(1, min(PIECE, numel)), settings.buffers) if settings.residual == "cpu" else None
 
 
 class Passage:
-    """Takes pieces of host tensors through a device. Not thread-safe. All on one current stream: what uses the pieces is queued there."""
+    """Takes pieces of host tensors through a device. Not thread-safe. All on one current stream: what uses the pieces is queued there.
+
+    A *piece* is a list of views of host tensors, up to ``piece`` elements together, which lie one after another in a buffer.
+    """
 
     def __init__(self, device: torch.device, piece: int = PIECE, num_buffers: int = 2, streams=None):
         """num_buffers: pieces on the device at a time, >= 2. streams: for tests."""
         self.device, self.piece, self.num_buffers = device, piece, num_buffers
         self._streams = streams or (_GpuStreams(device) if device.type == "cuda" else _Immediate())
-        self._buffers, self._is_free = {}, [None] * num_buffers     # is_free: events; a buffer's last piece was copied back
-        self._turn = 0
-        self._written = {}                  # address of a host tensor -> event: all of its pieces were copied back
-        self._begun = None                  # (address of a host tensor, its first pieces, on their way)
+        self._buffers, self._turn = {}, 0
+        self._written = None                # event: all that was worked on is copied back, and its buffers are free
+        self._begun = None                  # (where the first pieces are in host memory, they themselves, on their way)
 
     def num_bytes(self, element_size: int) -> int:
         """What the buffers take on the device."""
@@ -43,46 +45,45 @@ class Passage:
     def __deepcopy__(self, memo):
         return Passage(self.device, self.piece, self.num_buffers)
 
-    def begin(self, host: torch.Tensor) -> None:
-        """Lets the first pieces come in already, if they do not. pieces() is to follow, or settle()."""
-        if self._begun is None:
-            self._begun = host.data_ptr(), deque(self._fetch(host, start) for start in self._starts(host)[:self.num_buffers])
+    @property
+    def has_begun(self) -> bool:
+        """Whether pieces are on their way that pass_through() was not asked for yet."""
+        return self._begun is not None
 
-    def pieces(self, host: torch.Tensor):
-        """Yields (start, the piece on the device), one after another. What is done to it on the current stream will be in ``host``."""
-        if self._begun is None or self._begun[0] != host.data_ptr():
-            self._begun = None
-            self.begin(host)
+    def begin(self, pieces: list[list[torch.Tensor]]) -> None:
+        """Lets the first pieces come in already. pass_through() of the same is to follow, or settle()."""
+        self._begun = self._places(pieces), deque(self._fetch(piece) for piece in pieces[:self.num_buffers])
+
+    def pass_through(self, pieces: list[list[torch.Tensor]]):
+        """Yields every piece as it lies on the device, one after another. What the current stream does to it will be in host memory."""
+        if self._begun is None or self._begun[0] != self._places(pieces):
+            self.begin(pieces)
         (_, arriving), self._begun = self._begun, None
-        written = None
-        for i, start in enumerate(self._starts(host)):
-            which, part, arrived = arriving.popleft()
+        for i, piece in enumerate(pieces):
+            parts, arrived = arriving.popleft()
             self._streams.wait("work", arrived)
-            yield start, part
+            yield parts
             self._streams.wait("out", self._streams.mark("work"))
-            self._streams.copy("out", host[start:start + part.numel()], part)
-            written = self._is_free[which] = self._streams.mark("out")
-            following = self._starts(host)[i + self.num_buffers:i + self.num_buffers + 1]
-            arriving.extend(self._fetch(host, further) for further in following)
-        self._written[host.data_ptr()] = written
+            for host, part in zip(piece, parts, strict=True):
+                self._streams.copy("out", host, part)
+            self._written = self._streams.mark("out")
+            arriving.extend(self._fetch(further) for further in pieces[i + self.num_buffers:i + self.num_buffers + 1])
 
     def settle(self) -> None:
         """The host waits until its tensors are whole, and may read and write them."""
-        for event in self._written.values():
-            self._streams.finish(event)
-        self._written, self._begun = {}, None           # what has come in already may be outdated by the time it is used
+        self._streams.finish(self._written)
+        self._written = self._begun = None              # what has come in already may be outdated by the time it is used
 
-    def _starts(self, host) -> range:
-        return range(0, host.numel(), self.piece)
+    def _places(self, pieces) -> list:
+        return [[(host.data_ptr(), host.numel()) for host in piece] for piece in pieces[:self.num_buffers]]
 
-    def _fetch(self, host, start):
+    def _fetch(self, piece):
         which, self._turn = self._turn, (self._turn + 1) % self.num_buffers
-        source = host[start:start + self.piece]
-        part = self._buffer(which, host.dtype)[:source.numel()]
-        self._streams.wait("in", self._is_free[which])
-        self._streams.wait("in", self._written.get(host.data_ptr()))
-        self._streams.copy("in", part, source)
-        return which, part, self._streams.mark("in")
+        parts = self._buffer(which, piece[0].dtype)[:sum(map(len, piece))].split([len(host) for host in piece])
+        self._streams.wait("in", self._written)
+        for host, part in zip(piece, parts, strict=True):
+            self._streams.copy("in", part, host)
+        return parts, self._streams.mark("in")
 
     def _buffer(self, which: int, dtype: torch.dtype) -> torch.Tensor:
         if (which, dtype) not in self._buffers:

@@ -9,7 +9,7 @@ from ds_scape.config import GroupParams, parse
 from ds_scape.optimizer.flow import Flow, StepResult
 from ds_scape.optimizer.passage import host_residual, passage_for
 from ds_scape.optimizer.refusals import check_last_group
-from ds_scape.optimizer.state import FlatState
+from ds_scape.optimizer.state import FlatState, sync_steps
 from ds_scape.sync.partition import TensorSlot, flat_layout
 from ds_scape.sync.transport import Transport
 from zipscape.errors import ConfigError, describe
@@ -106,14 +106,14 @@ class SCAPE(torch.optim.Optimizer):
         if len({p.device for p in params}) > 1:
             raise ConfigError(describe("SCAPE needs all parameters on one device", got=sorted({str(p.device) for p in params})))
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
-        flats, passage = [], passage_for(self.params.offload, params[0].device, max(p.numel() for p in params))
+        flats, passage = [], passage_for(self.params.offload, params[0].device, sum(p.numel() for p in params))
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.requires_grad):
                 copies = p.detach().contiguous().view(-1)
                 weight = copies.to(dtype)           # the same storage where the dtype is: then the copies are the master
                 layout = flat_layout([TensorSlot(0, p.numel(), p.dim())], p.numel(), 1, group["density"])
                 momentum, square = torch.zeros_like(weight), torch.zeros_like(weight)
-                last_sync = torch.zeros(p.numel(), dtype=torch.int32, device=p.device)
+                last_sync = sync_steps(weight, self.params, group["density"])
                 residual = torch.zeros_like(weight) if passage is None else host_residual(p.numel(), dtype, p.device,
                                                                                           self.params.offload.pin_memory)
                 flats.append(FlatState(layout, copies, residual, weight, momentum, square, last_sync, group, self.params, passage))

@@ -4,10 +4,22 @@ from dataclasses import dataclass, field
 import torch
 
 from ds_scape.config import ScapeParams
+from ds_scape.kernels import impl_reference
 from ds_scape.optimizer.passage import Passage
 from ds_scape.sync.partition import FlatLayout
 from ds_scape.update import tables
 from ds_scape.update.adams import decay_factor
+
+
+def _oldest(params: ScapeParams, density: float) -> int:
+    """More steps than a coordinate ever waits: one that is overdue does for a round through its segment, 1.5 / density at most."""
+    max_age = params.age_limit(density)
+    return min(2 * max_age, max_age + int(2 / density)) + 2
+
+
+def sync_steps(weight: torch.Tensor, params: ScapeParams, density: float) -> torch.Tensor:
+    """Zeros [P] beside the weights, of the smallest type that ages can be read from. (Padding may wait for longer; it has no age.)"""
+    return torch.zeros_like(weight, dtype=torch.int16 if _oldest(params, density) < 1 << 16 else torch.int32, requires_grad=False)
 
 
 @dataclass
@@ -26,7 +38,7 @@ class FlatState:
     square: torch.Tensor
     """[P]: moving average of the rank's own squared gradient; ranks coordinates, nothing else."""
     last_sync: torch.Tensor
-    """int32 [P]: step of the last synchronisation, 0 before the first."""
+    """[P]: step of the last synchronisation, 0 before the first; int16 where the step modulo 65,536 says enough, else int32."""
     group: dict
     """The parameter group: "lr", "betas", "eps", "weight_decay", "density", read afresh in every step."""
     params: ScapeParams
@@ -39,9 +51,7 @@ class FlatState:
 
     def __post_init__(self):
         self.max_age = self.params.age_limit(self.group["density"])
-        # A coordinate that is overdue waits for as long as a round through its segment takes: 1.5 / density at most.
-        num_products = min(2 * self.max_age, self.max_age + int(2 / self.group["density"])) + 2
-        self.decay = tables.initial_decay(num_products).to(self.weight.device)
+        self.decay = tables.initial_decay(_oldest(self.params, self.group["density"])).to(self.weight.device)
 
     @property
     def residual(self) -> torch.Tensor:
@@ -57,6 +67,14 @@ class FlatState:
         if self._tables[0] != beta1:
             self._tables = (beta1, tables.age_tables(self.max_age, beta1, dtype=self.weight.dtype, device=self.weight.device))
         return self._tables[1]
+
+    def ages(self, step: int, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """int32: steps from the last synchronisation to ``step``, of a part of the partition."""
+        return impl_reference.ages(self.last_sync[start:stop], step)
+
+    def all_are_synchronised(self, step: int) -> None:
+        """Nothing is waiting after ``step``."""
+        self.last_sync.fill_(impl_reference.stamp(step, self.last_sync.dtype))
 
     def advance_decay(self) -> None:
         """Enters this step's decay; once per step."""

@@ -39,11 +39,10 @@ class StepRows:
     def _ages(self) -> dict:
         """Over the coordinates that this rank owns, without padding."""
         flow = self._flow
-        last = torch.cat([flat.last_sync[segment.start:segment.stop] for flat in flow.flats
+        ages = torch.cat([flat.ages(flow.num_steps, segment.start, segment.stop) for flat in flow.flats
                           for segment in flat.layout.segments[flow.transport.rank]] or [torch.zeros(1, dtype=torch.int32, device="cpu")])
-        oldest, total, unsent = torch.stack([last.min(), last.sum(), (last <= flow.last_dense_step).sum()]).tolist()
-        return {"age_mean": flow.num_steps - total / last.numel(), "age_max": flow.num_steps - oldest,
-                "share_unsent_since_dense": unsent / last.numel()}
+        oldest, total, unsent = torch.stack([ages.max(), ages.sum(), (ages >= flow.num_steps - flow.last_dense_step).sum()]).tolist()
+        return {"age_mean": total / ages.numel(), "age_max": oldest, "share_unsent_since_dense": unsent / ages.numel()}
 
     def events(self, row: dict, samples: int) -> list:
         """The row for DeepSpeed's monitors: [(name, number, samples)]."""

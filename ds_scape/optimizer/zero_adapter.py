@@ -13,13 +13,12 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStat
 from deepspeed.utils import log_dist
 from deepspeed.utils.logging import print_dist
 
-from ds_scape.optimizer import checkpoint
+from ds_scape.optimizer import checkpoint, memory
 from ds_scape.optimizer.flow import Flow
 from ds_scape.optimizer.passage import host_residual, passage_for
-from ds_scape.optimizer.state import FlatState
+from ds_scape.optimizer.state import FlatState, sync_steps
 from ds_scape.optimizer.statistics import StepRows
 from ds_scape.sync.partition import TensorSlot, flat_layout
-from ds_scape.sync.traffic import held_bytes, transient_bytes
 from ds_scape.sync.transport import Transport
 from zipscape.errors import ConfigError, ZipScapeError, describe
 
@@ -37,7 +36,7 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         self.fresh_gradients = [torch.zeros_like(flat, dtype=self.gradient_accumulation_dtype) for flat in self.bit16_groups_flat]
         # One way for all groups: its buffers are all that offload needs on the device.
         passage = passage_for(init_optimizer.params.offload, self.bit16_groups_flat[0].device,
-                              max(flat.numel() for flat in self.bit16_groups_flat))
+                              sum(flat.numel() for flat in self.bit16_groups_flat))
         self._place_of, self._places, flats = {}, [], []    # where every parameter lies; the same by buffer, with names
         for i, group in enumerate(init_optimizer.param_groups):
             slots = []
@@ -69,7 +68,7 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         weight.grad = None                                  # under offload, a buffer for a gradient that never comes
         layout = flat_layout(slots, copies.numel(), self.partition_count[i], group["density"])
         momentum, square = (torch.zeros_like(weight, requires_grad=False) for _ in range(2))
-        last_sync = torch.zeros_like(weight, dtype=torch.int32, requires_grad=False)
+        last_sync = sync_steps(weight, params, group["density"])
         if passage is None:
             residual = torch.zeros_like(copies, dtype=weight.dtype)
         else:
@@ -77,23 +76,8 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         return FlatState(layout, copies, residual, weight, momentum, square, last_sync, group, params, passage)
 
     def _announce_memory(self) -> None:
-        """Rank 0 says what SCAPE holds on this rank beyond dense ZeRO 1 with gradients of the same type."""
-        flat = self.flow.flats[0]
-        item = flat.stored_residual.element_size()
-        held = held_bytes(self.flow.layout, item)
-        device = {"residual": held["residual"], "owner's q and ages": held["owner"], "positions of a mask": held["positions"]}
-        host = {}
-        if flat.passage is not None:
-            host["residual"] = device.pop("residual")
-            device = {"buffers of the residual": flat.passage.num_bytes(item), **device}
-        if flat.weight.device != flat.copies.device:
-            host["owner's q and ages"] = device.pop("owner's q and ages")
-        texts = [f"{sum(held.values()) / 1e6:.1f} MB {where} (" + ", ".join(f"{what} {num / 1e6:.1f}" for what, num in held.items()) + ")"
-                 for where, held in (("on the device", device), ("in host memory", host)) if held]
-        sparse, dense = (transient_bytes(self.flow.layout, dense=dense, weight_bytes=flat.copies.element_size(),
-                                         offloaded=flat.passage is not None) / 1e6 for dense in (False, True))
-        print_dist(f"SCAPE keeps beyond dense ZeRO 1, per rank: {' and '.join(texts)}; in a step up to {sparse:.1f} MB more, in one "
-                   f"without masks {dense:.1f} MB", ranks=[0])
+        """Rank 0 says what SCAPE needs on a rank beyond dense ZeRO 1 with gradients of the same type (docs/scape.md, Memory)."""
+        print_dist(memory.text(self.flow, self.fresh_gradients[0].element_size()), ranks=[0])
 
     def watch(self) -> None:
         """Statistics of every step from now on, in ``last_row`` and in the log."""
@@ -150,7 +134,8 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         self.micro_step_id = stage_1_and_2.INITIAL_MICRO_STEP_ID
         self.timers(stage_1_and_2.OPTIMIZER_STEP_TIMER).start()
         self._is_flushed = False
-        result = self.flow.step(self.fresh_gradients, max_norm=self.clip_grad, loss_scale=self.loss_scale)
+        result = self.flow.step(self.fresh_gradients, max_norm=self.clip_grad, loss_scale=self.loss_scale,
+                                may_overwrite=True)
         for fresh in self.fresh_gradients:
             fresh.zero_()
         self.overflow = not result.applied

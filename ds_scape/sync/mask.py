@@ -36,10 +36,13 @@ class MaskCodec:
             offset += flat.partition_numel
         return tuple(ranges)
 
-    def encode(self, masks: list[torch.Tensor], rank: int) -> torch.Tensor:
-        """uint8 [num_bytes] from one bool [P] per buffer that is not full."""
-        whole = torch.cat(masks) if len(masks) > 1 else masks[0]
-        return self._kernels.pack_mask(whole, self._dense[rank], self.encoding, self._max_ones)
+    def parts(self, masks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of bool [layout.mask_numel], per buffer that is not full its [P]."""
+        return masks.split(self._sizes)
+
+    def encode(self, masks: torch.Tensor, rank: int) -> torch.Tensor:
+        """uint8 [num_bytes] from bool [layout.mask_numel]."""
+        return self._kernels.pack_mask(masks, self._dense[rank], self.encoding, self._max_ones)
 
     def decode(self, message: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """The positions, int64 [k] ascending, per buffer that is not full. Raises ZipScapeError unless every count is the layout's."""

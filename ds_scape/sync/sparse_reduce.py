@@ -1,7 +1,7 @@
 """Values to their owners, weights back to everyone: both packed by mask, so that only what changes is sent.
 
-Order on the wire: by owner, then by buffer, then by position. Masks come as positions: int64 [k] ascending inside the partition, per owner
-and buffer; None for a buffer that is exchanged whole.
+Order on the wire: by owner, then by buffer, then by position. Masks come as positions: ascending inside the partition, per owner and
+buffer; None for a buffer that is exchanged whole. ``empty(numel, dtype)`` makes tensors that live during the step only.
 """
 from collections.abc import Iterable
 
@@ -11,60 +11,55 @@ from ds_scape.kernels.ops import REFERENCE, Kernels
 from ds_scape.sync.partition import Layout
 from ds_scape.sync.transport import Transport
 
+#: Elements that are summed at a time on a CPU.
+ON_CPU = 1 << 16
+
 
 class Positions:
-    """The coordinates of one step. Per buffer, int64 ascending, None where all are meant: ``whole``, in the whole buffer, for all owners:
-    what to take from the residual and where to put weights; ``own``, in ``rank``'s partition: what it owns of them."""
+    """The coordinates of one step. ``of[owner][buffer]``: ascending positions in the owner's partition; None where all are meant."""
 
-    def __init__(self, layout: Layout, rank: int, masks: Iterable[list[torch.Tensor]] | None):
-        """masks: per rank, in order, the positions in its partition of every buffer that is not full; they are copied one rank after
-        another, so that an iterator need not hold those of all. None for a dense step."""
+    def __init__(self, layout: Layout, masks: Iterable[list[torch.Tensor]] | None):
+        """masks: per rank, in order, the positions in its partition of every buffer that is not full. None for a step without masks."""
         self.dense = masks is None
         self.splits = layout.splits(self.dense)
-        self.counts = [layout.counts(r, self.dense) for r in range(layout.world_size)]
-        self.whole, self.own = [None] * len(layout.flats), [None] * len(layout.flats)
-        masked = [] if self.dense else [(i, flat) for i, flat in enumerate(layout.flats) if not flat.is_full]
-        filled = [0] * len(layout.flats)
-        for r, found in enumerate(masks or ()):
-            for (i, flat), positions in zip(masked, found, strict=True):
-                if r == 0:
-                    self.whole[i] = positions.new_empty(sum(counts[i] for counts in self.counts))
-                if r == rank:
-                    self.own[i] = positions
-                torch.add(positions, r * flat.partition_numel, out=self.whole[i][filled[i]:filled[i] + len(positions)])
-                filled[i] += len(positions)
+        self.counts = [layout.counts(rank, self.dense) for rank in range(layout.world_size)]
+        whole = [self.dense or flat.is_full for flat in layout.flats]
+        self.of: list[list[torch.Tensor | None]] = []
+        for found in masks or [()] * layout.world_size:
+            rest = iter(found)
+            self.of.append([None if is_whole else next(rest) for is_whole in whole])
+
+    def rows(self, whole: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        """By owner and buffer, views of what lies as on the wire."""
+        return [row.split(counts) for row, counts in zip(whole.split(self.splits), self.counts, strict=True)]
 
 
 @torch.no_grad()
-def reduce_to_owners(taken: list[torch.Tensor], positions: Positions, transport: Transport, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Sends what was taken out of the residuals (per buffer, in the order of ``positions.whole``) to its owners. Returns, per buffer, the
-    mean over the workers of what this rank owns: [k] in ``dtype``, summed in rank order."""
-    received = transport.to_owners(_by_owner(taken, positions.counts), positions.splits, "values")
-    total = received[0].to(dtype, copy=True)
-    for row in received[1:]:
-        total.add_(row)
-    return list(total.div_(transport.world_size).split(positions.counts[transport.rank]))
+def mean_of_rows(received: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """[W, k] in any dtype -> ``out`` [k]: the mean over the workers, summed in rank order and in out's precision."""
+    # On a CPU torch makes a converted copy of what it adds, so there it is better added while it is in a cache.
+    step = len(out) if out.device.type != "cpu" else ON_CPU
+    for start in range(0, len(out), max(1, step)):
+        part, rows = out[start:start + step], received[:, start:start + step]
+        part.copy_(rows[0])
+        for row in rows[1:]:
+            part.add_(row)
+        part.div_(len(received))
+    return out
 
 
 @torch.no_grad()
-def gather_weights(copies: list[torch.Tensor], own: list[torch.Tensor], positions: Positions, transport: Transport,
+def gather_weights(copies: list[torch.Tensor], message: torch.Tensor, positions: Positions, transport: Transport, empty,
                    kernels: Kernels = REFERENCE) -> None:
-    """Sends this rank's changed weights (``own``: per buffer [k], in the copies' dtype) to all and writes everyone's into ``copies``."""
-    longest = max(positions.splits)
-    message = torch.cat(own)
-    received = transport.gather(torch.nn.functional.pad(message, (0, longest - message.numel())), "weights")
-    rows = [received[rank, :split].split(positions.counts[rank]) for rank, split in enumerate(positions.splits)]
-    for flat, (copy, index) in enumerate(zip(copies, positions.whole, strict=True)):
-        if index is None:
-            for part, row in zip(copy.view(len(rows), -1), rows, strict=True):
-                part.copy_(row[flat])
-        else:
-            kernels.scatter(copy, index, torch.cat([row[flat] for row in rows]))
-
-
-def _by_owner(values: list[torch.Tensor], counts: list[list[int]]) -> torch.Tensor:
-    """Per buffer, owners one after another -> per owner, buffers one after another."""
-    if len(values) == 1:
-        return values[0]
-    parts = [v.split([own[flat] for own in counts]) for flat, v in enumerate(values)]
-    return torch.cat([part[owner] for owner in range(len(counts)) for part in parts])
+    """Sends this rank's changed weights, in the copies' dtype, to all and writes everyone's into ``copies``. message: as long as the
+    longest of any rank; what lies behind the own weights is sent and means nothing."""
+    received = transport.gather(message, "weights", empty)
+    for owner, (row, split) in enumerate(zip(received, positions.splits, strict=True)):
+        parts = row[:split].split(positions.counts[owner])
+        for copy, index, part in zip(copies, positions.of[owner], parts, strict=True):
+            size = copy.numel() // len(received)
+            own = copy.narrow(0, owner * size, size)
+            if index is None:
+                own.copy_(part)
+            else:
+                kernels.scatter(own, index, part)

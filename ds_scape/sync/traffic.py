@@ -1,4 +1,4 @@
-"""How many bytes a rank sends per step, and keeps. Follows from shapes and settings alone; tests compare it with what is really sent."""
+"""How many bytes a rank sends per step. Follows from shapes and settings alone; tests compare it with what is really sent."""
 from ds_scape.sync.mask import MaskCodec
 from ds_scape.sync.partition import Layout
 
@@ -26,19 +26,3 @@ def dense_zero_bytes(layout: Layout, weight_bytes: int, *, reduce_scatter: bool 
     owners only; False: they are all-reduced, as stock DeepSpeed does, which sends twice as much."""
     share = sum(flat.partition_numel for flat in layout.flats) * (layout.world_size - 1)
     return weight_bytes * share * (2 if reduce_scatter else 3)
-
-
-def held_bytes(layout: Layout, residual_bytes: int = 4) -> dict[str, int]:
-    """What a rank keeps beyond dense ZeRO with gradients of the same type: its "residual" (``residual_bytes`` per coordinate of all ranks),
-    the "owner"'s moving average of squares and ages for its own coordinates, the "positions" of the present mask."""
-    own = sum(flat.partition_numel for flat in layout.flats)
-    masked = sum(flat.count(rank, dense=False) for flat in layout.flats if not flat.is_full for rank in range(layout.world_size))
-    return {"residual": residual_bytes * own * layout.world_size, "owner": 8 * own, "positions": 8 * masked}
-
-
-def transient_bytes(layout: Layout, *, dense: bool, value_bytes: int = 2, weight_bytes: int = 2, offloaded: bool = False) -> int:
-    """What a step needs at most for its length, beside held_bytes()'s positions and 64 MiB for the norm: values going out and coming in,
-    their sum and its parts in fp32, what the kernels mark per owned coordinate; under offload the own part of the residual."""
-    sent, own = sum(layout.splits(dense)), sum(flat.partition_numel for flat in layout.flats)
-    owned = max(layout.splits(dense))
-    return (value_bytes + max(value_bytes, weight_bytes)) * sent + 8 * owned + 2 * own + (4 * own if offloaded else 0)

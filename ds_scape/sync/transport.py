@@ -8,6 +8,8 @@ from collections import Counter
 import torch
 import torch.distributed
 
+from ds_scape.kernels.impl_reference import empty_beside
+
 
 class Gathered:
     """A gather under way. ``wait()`` returns the result, [world_size, n]; it may be called more than once."""
@@ -31,28 +33,28 @@ class Transport:
         self.rank, self.world_size = rank, world_size
         self.sent_bytes, self.calls = Counter(), Counter()
 
-    def to_owners(self, send: torch.Tensor, splits: list[int], what: str) -> torch.Tensor:
+    def to_owners(self, send: torch.Tensor, splits: list[int], what: str, empty=None) -> torch.Tensor:
         """Sends ``splits[o]`` consecutive elements of ``send`` to every rank o, once. Returns what came, in rank order, as
-        [world_size, splits[rank]]; complete when the call returns (on a GPU: for the current stream)."""
+        [world_size, splits[rank]]; complete when the call returns (on a GPU: for the current stream). empty(numel, dtype): makes it."""
         assert send.numel() == sum(splits)
         if self.world_size == 1 or not send.numel():
             return send.expand(self.world_size, -1)
         own = splits[self.rank]
-        received = send.new_empty(self.world_size * own)
+        received = (empty or empty_beside(send))(self.world_size * own, send.dtype)
         self._comm.all_to_all_single(received, send, output_split_sizes=[own] * self.world_size, input_split_sizes=splits,
                                      group=self._group)
         self._count(what, (send.numel() - own) * send.element_size())
         return received.view(self.world_size, own)
 
-    def gather(self, own: torch.Tensor, what: str) -> torch.Tensor:
-        """Every rank's ``own`` (equal sizes), [world_size, n], in rank order."""
-        return self.gather_async(own, what, wait=True).wait()
+    def gather(self, own: torch.Tensor, what: str, empty=None) -> torch.Tensor:
+        """Every rank's ``own`` (equal sizes), [world_size, n], in rank order. empty(numel, dtype): makes it."""
+        return self.gather_async(own, what, True, empty).wait()
 
-    def gather_async(self, own: torch.Tensor, what: str, wait: bool = False) -> Gathered:
+    def gather_async(self, own: torch.Tensor, what: str, wait: bool = False, empty=None) -> Gathered:
         """Starts the gather and returns at once. ``own`` must not be written to before ``wait()``."""
         if self.world_size == 1 or not own.numel():
             return Gathered(own.expand(self.world_size, -1), None, own)
-        out = own.new_empty(self.world_size * own.numel())
+        out = (empty or empty_beside(own))(self.world_size * own.numel(), own.dtype)
         work = self._comm.all_gather_into_tensor(out, own, group=self._group, async_op=not wait)
         self._count(what, own.numel() * own.element_size() * (self.world_size - 1))
         return Gathered(out.view(self.world_size, -1), work, own)

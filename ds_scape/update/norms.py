@@ -3,7 +3,7 @@ import math
 
 import torch
 
-#: Elements squared at a time, so that the double-precision temporaries stay small.
+#: Elements squared at a time, in a double-precision copy of 32 MiB.
 CHUNK = 1 << 22
 
 
@@ -15,7 +15,7 @@ def sum_of_squares(tensors: list[torch.Tensor]) -> torch.Tensor:
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for tensor in tensors:
         for piece in tensor.view(-1).split(CHUNK):
-            total += piece.to(torch.float64).square().sum()
+            total += piece.to(torch.float64, copy=True).square_().sum()
     return total
 
 

@@ -14,16 +14,6 @@ def accumulate(residual: torch.Tensor, gradient: torch.Tensor, factor: float, ke
 
 
 @torch.no_grad()
-def enter(residual: torch.Tensor, gradient: torch.Tensor, factor: float, index: torch.Tensor | None, wire: torch.dtype, *,
-          square: torch.Tensor | None, own_start: int, beta2: float, kernels: Kernels = REFERENCE) -> torch.Tensor:
-    """``accumulate`` and ``take`` in one pass, and with ``square`` [P] also scape_rule.track_square of the gradient's elements from
-    own_start on. Returns what is sent, [k] in the wire dtype."""
-    values = torch.empty(residual.numel() if index is None else len(index), dtype=wire, device=residual.device)
-    kernels.enter(residual, gradient, factor, index, values, square=square, own_start=own_start, beta2=beta2)
-    return values
-
-
-@torch.no_grad()
 def take(residual: torch.Tensor, index: torch.Tensor | None, wire: torch.dtype, kernels: Kernels = REFERENCE) -> torch.Tensor:
     """Takes what is sent out of the residual: returns [k] in the wire dtype, in the order of ``index`` (int64 [k]; None: everything).
 

@@ -25,14 +25,12 @@ def owner_step(weight: torch.Tensor, momentum: torch.Tensor, mean_value: torch.T
 
 @torch.no_grad()
 def synchronise(weight: torch.Tensor, momentum: torch.Tensor, last_sync: torch.Tensor, mean_value: torch.Tensor,
-                index: torch.Tensor | None, step: int, tables: AgeTables, decay: torch.Tensor | None, *, lr: float, beta2: float,
-                eps: float, catch_up: bool, copies_dtype: torch.dtype, kernels: Kernels = REFERENCE) -> torch.Tensor:
-    """``owner_step`` for the coordinates of a partition at ``index`` (int64 [k]; None: all) in step number ``step``: weight, momentum [P]
-    and last_sync int32 [P] are changed in place. Returns the new weights [k] in ``copies_dtype``."""
-    out = torch.empty(mean_value.numel(), dtype=copies_dtype, device=weight.device)
+                index: torch.Tensor | None, step: int, tables: AgeTables, decay: torch.Tensor | None, out: torch.Tensor, *, lr: float,
+                beta2: float, eps: float, catch_up: bool, kernels: Kernels = REFERENCE) -> None:
+    """``owner_step`` for the coordinates of a partition at ``index`` (ascending [k]; None: all) in step number ``step``: weight,
+    momentum [P] and last_sync [P] are changed in place; ``out`` [k], of any float dtype, gets the new weights."""
     kernels.owner_step(weight, momentum, last_sync, mean_value, index, step, tables, decay, lr=lr, beta2=beta2, eps=eps,
                        catch_up=catch_up, out=out)
-    return out
 
 
 @torch.no_grad()

@@ -272,7 +272,7 @@ def ages_by_name(engine):
     """All ranks together."""
     zero, found = engine.optimizer, {}
     for flat, places in zip(zero.flow.flats, zero._places, strict=True):
-        ages = torch.cat([own.cpu() for own, in from_all([zero.flow.num_steps - flat.last_sync])])
+        ages = torch.cat([own.cpu() for own, in from_all([flat.ages(zero.flow.num_steps)])])
         found.update({name: ages[offset:offset + numel] for name, offset, numel in places})
     return found
 

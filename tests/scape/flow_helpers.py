@@ -4,7 +4,7 @@ import torch
 from ds_scape.config import ScapeParams
 from ds_scape.optimizer.flow import Flow
 from ds_scape.optimizer.passage import Passage, host_residual
-from ds_scape.optimizer.state import FlatState
+from ds_scape.optimizer.state import FlatState, sync_steps
 from ds_scape.sync.partition import TensorSlot, flat_layout
 from ds_scape.sync.transport import Transport
 from tests.helpers.bits import assert_same_bits
@@ -73,15 +73,15 @@ class Problem:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     def flow(self, comm=None, rank=0) -> Flow:
-        flats = []
+        flats, device = [], self.buffers[0].device
+        passage = Passage(device, self.piece, self.params.offload.buffers) if self.params.offload.residual == "cpu" else None
         for slots, buffer, group in zip(self.slots, self.buffers, self.groups, strict=True):
             layout = flat_layout(slots, buffer.numel(), self.world_size, group["density"])
             part = buffer.to(self.state_dtype()).split(layout.partition_numel)[rank].clone()
-            passage = Passage(buffer.device, self.piece, self.params.offload.buffers) if self.params.offload.residual == "cpu" else None
             residual = torch.zeros(buffer.numel(), dtype=part.dtype)
             residual = host_residual(len(residual), part.dtype, buffer.device) if passage else residual
             flats.append(FlatState(layout, buffer.clone(), residual, part, torch.zeros_like(part), torch.zeros_like(part),
-                                   torch.zeros(part.numel(), dtype=torch.int32), dict(group), self.params, passage))
+                                   sync_steps(part, self.params, group["density"]), dict(group), self.params, passage))
         flow = Flow(flats, self.params, Transport(comm, None, rank, self.world_size))
         flow._wire = self.wire
         return flow
@@ -97,6 +97,14 @@ def same(got: torch.Tensor, expected: torch.Tensor, where: str) -> None:
     assert_same_bits(got.to(expected.device), expected, where)
 
 
+def mask_of(positions: torch.Tensor | None, numel: int) -> torch.Tensor:
+    """bool [numel]; None: all."""
+    mask = torch.ones(numel, dtype=torch.bool) if positions is None else torch.zeros(numel, dtype=torch.bool)
+    if positions is not None:
+        mask[positions] = True
+    return mask
+
+
 def compare(flow: Flow, simulation: Simulation, where: str) -> None:
     """Every tensor of this rank against the simulated worker's, by bits."""
     rank = flow.transport.rank
@@ -108,13 +116,10 @@ def compare(flow: Flow, simulation: Simulation, where: str) -> None:
         same(flat.residual, simulation.residual[rank][f], f"{where} residual of buffer {f}")
         if not flat.layout.is_full:
             same(flat.square, owner.q, f"{where} square of buffer {f}")
-        assert torch.equal(flow.num_steps - flat.last_sync.long().to(owner.age.device), owner.age), f"{where} ages of buffer {f}"
+        assert torch.equal(flat.ages(flow.num_steps).to(owner.age), owner.age), f"{where} ages of buffer {f}"
         assert torch.equal(flat.own(flat.copies, rank), flat.weight.to(flat.copies)), f"{where}: copies are not the masters'"
         if not flow.is_dense(flow.num_steps + 1):
-            whole = flow._peek_positions().whole[f]
-            mask = torch.ones_like(simulation.mask[f]) if whole is None else torch.zeros_like(simulation.mask[f])
-            if whole is not None:
-                mask[whole] = True
+            mask = torch.cat([mask_of(own[f], flat.layout.partition_numel) for own in flow._peek_positions().of])
             assert torch.equal(mask, simulation.mask[f]), f"{where} next mask of buffer {f}"
 
 
@@ -126,7 +131,7 @@ def run(problem: Problem, steps: int, comm=None, rank=0, **step_kwargs):
         for flat, group, lr in zip(flow.flats, simulation.groups, problem.lr(step), strict=True):
             flat.group["lr"] = group["lr"] = lr
         expected = simulation.step([[g.clone() for g in own] for own in gradients], **step_kwargs)
-        result = flow.step(gradients[rank], **step_kwargs)
+        result = flow.step(gradients[rank], may_overwrite=True, **step_kwargs)
         assert (result.applied, result.grad_norm) == expected, f"step {step}: {result}, expected {expected}"
         compare(flow, simulation, f"step {step}:")
     return flow, simulation

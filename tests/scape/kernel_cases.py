@@ -42,8 +42,15 @@ def misleading(n, seed, factor):
 
 
 def chosen(n, share, seed):
-    """Ascending positions, int64."""
-    return (torch.rand(n, generator=rng(seed)) < share).nonzero().view(-1)
+    """Ascending positions, int32 or int64."""
+    return (torch.rand(n, generator=rng(seed)) < share).nonzero().view(-1).to((torch.int32, torch.int64)[seed % 2])
+
+
+def synchronised(step, last, seed):
+    """The same ages kept in another way: in int32, in int16, in int16 while the steps' numbers pass where those end."""
+    late = (0, 0, (1 << 15) - 50, (1 << 16) - 50, 3 << 20)[seed % 5]
+    dtype = torch.int32 if seed % 5 == 0 else torch.int16
+    return step + late, (last + late).to(dtype)
 
 
 class Guarded:
@@ -123,8 +130,9 @@ def check_select(kernels, rank_by, square, segments, *, overdue=0.02, seed=0, of
     n = rank_by.numel()
     last = torch.randint(61, 99, (n,), generator=rng(seed + 5), dtype=torch.int32)
     last[torch.rand(n, generator=rng(seed + 6)) < overdue] = 7
+    step, last = synchronised(100, last, seed)
     compare(kernels, "select", {"rank_by": rank_by, "square": square, "last_sync": last},
-            lambda f, rank_by, square, last_sync: f(rank_by, square, last_sync, 100, 40, segments), offset)
+            lambda f, rank_by, square, last_sync: f(rank_by, square, last_sync, step, 40, segments), offset)
 
 
 def check_owner(kernels, n, *, share=0.1, out_dtype=BF16, decay=True, catch_up=True, max_age=40, seed=0, offset=1, specials=True,
@@ -143,10 +151,11 @@ def check_owner(kernels, n, *, share=0.1, out_dtype=BF16, decay=True, catch_up=T
     last_sync = torch.randint(0, 100, (n,), generator=rng(seed), dtype=torch.int32)
     if equal_ages:
         last_sync[:-1] = 99 - seed % 90
+    step, last_sync = synchronised(100, last_sync, seed)
     tensors = {"weight": make(n, seed), "momentum": make(n, seed + 1), "mean_value": make(num, seed + 2), "index": index,
                "last_sync": last_sync, "out": torch.zeros(num, dtype=out_dtype)}
     compare(kernels, "owner_step", tensors, lambda f, weight, momentum, mean_value, index, last_sync, out: f(
-        weight, momentum, last_sync, mean_value, index, 100, by_age, products, 0.01, 0.95, 1e-6, catch_up, out), offset)
+        weight, momentum, last_sync, mean_value, index, step, by_age, products, 0.01, 0.95, 1e-6, catch_up, out), offset)
 
 
 def check_dense(kernels, n, *, step=0, decay=0.999, seed=0, offset=1):

@@ -7,7 +7,7 @@ import pytest
 
 from ds_scape.cli import estimate
 from ds_scape.cli.main import main
-from ds_scape.sync.traffic import held_bytes
+from ds_scape.optimizer.memory import kept_bytes
 
 
 def rows(tmp_path, *arguments) -> dict[str, dict]:
@@ -31,7 +31,9 @@ def test_bytes_and_memory_by_hand(tmp_path, capsys):
     assert bytes_of(found["SCAPE 0.1"])[:4] == (16 * 3, 2 * 25_000 * 3, 2 * 25_000 * 3, 31_251 * 3)
     assert bytes_of(found["SCAPE 0.01"])[:4] == (16 * 3, 2 * 2_500 * 3, 2 * 2_500 * 3, (4 * 4 + 2 * 2_500) * 3)
     assert found["SCAPE 0.1"]["ratio"] == 4 * 250_004 * 3 / found["SCAPE 0.1"]["wire_bytes"]
-    assert (found["SCAPE 0.1"]["device_bytes"], found["SCAPE 0.1"]["host_bytes"]) == (4 * 1_000_016 + 8 * 250_004 + 8 * 100_000, 0)
+    # Residual, ages, masks of 4 ranks and one's own; then positions and values, when the masks of the 4 are not needed any more.
+    kept, step = 4 * 1_000_016 + 2 * 250_004 + 5 * 31_251, (4 + 2) * 100_000 - 4 * 31_251
+    assert (found["SCAPE 0.1"]["device_bytes"], found["SCAPE 0.1"]["host_bytes"]) == (kept + step, 0)
     assert all(row["step_s"] is None and row["speedup"] is None for row in found.values())
     printed = " ".join(capsys.readouterr().out.split())
     assert "nothing was run" in printed and all(" ".join(line.split()) in printed for line in estimate.LEFT_OUT)
@@ -106,4 +108,4 @@ def test_wrong_arguments_have_status_2():
 
 def test_density_one_has_no_masks():
     layout = estimate.layout_of(1000, 2, 1.0)
-    assert held_bytes(layout) == {"residual": 4000, "owner": 4000, "positions": 0}
+    assert kept_bytes(layout) == {"residual": 4000, "ages": 1000, "masks": 0, "q": 2000}

@@ -89,7 +89,7 @@ def test_codec_adds_the_dense_tensors(encoding, world_size):
     for rank in range(world_size):
         scores = torch.rand(flat.partition_numel, generator=generator(rank))
         chosen = masks.select(scores, scores > 2, flat.segments[rank])
-        message = codec.encode([chosen], rank)
+        message = codec.encode(chosen, rank)
         assert message.dtype == torch.uint8 and message.numel() == codec.num_bytes
         (positions,) = codec.decode(message, rank)
         assert torch.equal(positions, chosen.nonzero().view(-1)) and len(positions) == flat.count(rank, dense=False)
@@ -100,7 +100,7 @@ def test_a_corrupt_message_is_an_error(encoding):
     whole = layout(1, 0.05)
     codec, flat = masks.MaskCodec(whole, encoding), whole.flats[0]
     scores = torch.rand(flat.partition_numel, generator=generator(0))
-    message = codec.encode([masks.select(scores, scores > 2, flat.segments[0])], 0)
+    message = codec.encode(masks.select(scores, scores > 2, flat.segments[0]), 0)
     for position in (0, 1, 3):
         broken = message.clone()
         broken[position] ^= 0x81

@@ -3,6 +3,7 @@ import random
 
 import pytest
 
+from ds_scape.optimizer import spans
 from ds_scape.sync.partition import Layout, TensorSlot, flat_layout, num_sent
 
 SLOTS = [TensorSlot(0, 35, 2), TensorSlot(35, 5, 1), TensorSlot(40, 0, 2), TensorSlot(48, 17, 3), TensorSlot(65, 1, 0)]
@@ -50,3 +51,22 @@ def test_counts():
 def test_a_model_without_elements():
     layout = Layout((flat_layout([TensorSlot(0, 0, 2)], 0, 2, 0.1),), 2)
     assert layout.splits(dense=False) == [0, 0] and not layout.has_masks
+
+
+@pytest.mark.parametrize("most", [1, 3, 7, 40, 1000])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_every_element_passes_once(world_size, most):
+    """In pieces of one partition after another, in order; or of the same coordinates of all partitions."""
+    layouts = tuple(flat_layout([], numel * world_size, world_size, 0.25) for numel in (48, 0, 5))
+    wholes = spans.partitions(layouts, list(reversed(range(world_size))))
+    expected = [(span.flat, span.owner, i) for span in wholes for i in range(span.stop)]
+    for pieces, room in ((spans.pieces(wholes, most), most), (spans.columns(layouts, most), max(most, world_size))):
+        sizes = [sum(span.numel for span in piece) for piece in pieces]
+        assert all(0 < size <= room for size in sizes)
+        found = [(span.flat, span.owner, i) for piece in pieces for span in piece for i in range(span.start, span.stop)]
+        assert sorted(found) == sorted(expected)
+    in_order = [span for piece in spans.pieces(wholes, most) for span in piece]
+    assert [(span.flat, span.owner, i) for span in in_order for i in range(span.start, span.stop)] == expected
+    for piece in spans.columns(layouts, most):
+        by_owner = [[(span.flat, span.start, span.stop) for span in piece if span.owner == owner] for owner in range(world_size)]
+        assert all(own == by_owner[0] for own in by_owner) and [span.owner for span in piece] == sorted(span.owner for span in piece)

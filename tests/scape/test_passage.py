@@ -4,8 +4,7 @@ import random
 import pytest
 import torch
 
-from ds_scape.kernels.loader import choose
-from ds_scape.optimizer.offload import enter
+from ds_scape.optimizer import spans
 from ds_scape.optimizer.passage import Passage, host_residual
 from tests.helpers.bits import assert_same_bits
 
@@ -59,35 +58,38 @@ def test_the_streams_run_late():
 @pytest.mark.parametrize("num_buffers", [2, 3, 5])
 @pytest.mark.parametrize("seed", range(30))
 def test_any_order_that_the_waits_allow_gives_the_same_bits(num_buffers, seed):
-    """One or two residuals over many steps, pieces of 100: begun early or not, skipped steps, settled now and then. (Found by this:
-    leaving out any of the waits for a buffer to be free, for a piece to have come, for the last pass to be written back.)"""
-    kernels, choice = choose("reference", "cpu"), random.Random(seed)
-    numbers = torch.Generator().manual_seed(seed)
+    """One to three residuals over many steps, in pieces of 100 or less that begin and end anywhere: begun early or not (perhaps with other
+    pieces than those that follow), skipped steps, settled now and then. (Found by this: leaving out any of the waits for a piece to have
+    come, for it to have been worked on, for the last ones to be written back.)"""
+    choice, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
     passage = Passage(CPU, 100, num_buffers, UnrulyStreams(seed))
-    sizes = choice.choice(((730, 260), (260,), (90, 150), (1050,)))
+    sizes = choice.choice(((730, 260), (260,), (90, 150, 40), (1050,)))
     hosts, plain = ([host_residual(n, torch.float32, CPU) for n in sizes] for _ in range(2))
+
+    def views(tensors, ways):
+        return [[tensors[span.flat][span.start:span.stop] for span in piece] for piece in ways]
+
+    wholes = [spans.Span(i, 0, 0, n) for i, n in enumerate(sizes)]
+    ways = [spans.pieces(wholes, 100), spans.pieces(reversed(wholes), 100), spans.pieces(wholes, 33)]
     for _ in range(12):
-        if choice.random() < 0.7:
-            passage.begin(hosts[0])
+        if choice.random() < 0.7 and not passage.has_begun:
+            passage.begin(views(hosts, choice.choice(ways)))
         if choice.random() < 0.2:
             passage.settle()
             for host, expected in zip(hosts, plain, strict=True):
                 assert_same_bits(host, expected, "settled")
             if choice.random() < 0.5:
-                for a, b in zip(hosts, plain, strict=True):     # who has settled may write, as loading a checkpoint does
-                    a.mul_(0.5)
-                    b.mul_(0.5)
+                for tensor in (*hosts, *plain):                 # who has settled may write, as loading a checkpoint does
+                    tensor.mul_(0.5)
         if choice.random() < 0.2:
             continue                                            # a step that is skipped
-        for host, expected in zip(hosts, plain, strict=True):
-            n = len(host)
-            gradient = torch.randn(n, generator=numbers)
-            index = None if choice.random() < 0.2 else torch.randperm(n, generator=numbers)[:n // 7].sort().values
-            values, _, after = enter(host, passage, gradient, 0.7, index, torch.bfloat16, slice(40, 85), False, kernels)
-            sent = torch.empty(n if index is None else len(index), dtype=torch.bfloat16)
-            kernels.enter(expected, gradient, 0.7, index, sent)
-            assert_same_bits(values, sent, "values")
-            assert_same_bits(after, expected[40:85], "own part")
+        way = choice.choice(ways)
+        for parts, expected in zip(passage.pass_through(views(hosts, way)), views(plain, way), strict=True):
+            for part, same in zip(parts, expected, strict=True):
+                assert_same_bits(part, same, "a piece")
+                gradient = torch.randn(len(part), generator=numbers)
+                part.mul_(0.9).add_(gradient)
+                same.mul_(0.9).add_(gradient)
     passage.settle()
     for host, expected in zip(hosts, plain, strict=True):
         assert_same_bits(host, expected, "residual")
@@ -98,8 +100,8 @@ def test_nothing_waits_on_the_host_at_the_end_of_a_pass():
     streams = UnrulyStreams(1)
     streams._run_some = lambda: None
     passage, host = Passage(CPU, 100, 2, streams), torch.zeros(450)
-    for _, piece in passage.pieces(host):
-        piece += 1
+    for parts in passage.pass_through([[part] for part in host.split(100)]):
+        parts[0].add_(1)
     assert not host[-150:].any() and host[:200].all()
     passage.settle()
     assert host.all()

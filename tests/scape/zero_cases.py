@@ -15,7 +15,7 @@ import ds_scape
 from ds_scape.optimizer.zero_adapter import ScapeZeroOptimizer
 from ds_scape.sync.traffic import step_bytes
 from tests.helpers.bits import assert_same_bits
-from tests.scape.flow_helpers import compare
+from tests.scape.flow_helpers import compare, mask_of
 from tests.scape.simulation import Simulation
 
 WIDTH, VOCAB, STEPS = 36, 29, 6
@@ -113,12 +113,12 @@ def train_beside_simulation(engine, steps: int, start: int = 0, simulation: Simu
     simulation = simulation or simulation_of(engine)
     inner, outcomes = zero.flow.step, []
 
-    def step(fresh, *, max_norm, loss_scale):
+    def step(fresh, *, max_norm, loss_scale, may_overwrite):
         everyone = from_all(fresh)
         for group, now in zip(simulation.groups, zero.optimizer.param_groups, strict=True):
             group["lr"] = now["lr"]
         expected = simulation.step(everyone, max_norm=max_norm, loss_scale=loss_scale)
-        result = inner(fresh, max_norm=max_norm, loss_scale=loss_scale)
+        result = inner(fresh, max_norm=max_norm, loss_scale=loss_scale, may_overwrite=may_overwrite)
         assert (result.applied, str(result.grad_norm)) == (expected[0], str(expected[1])), (result, expected)
         outcomes.append(result)
         return result
@@ -139,14 +139,13 @@ def train_beside_simulation_from_here(engine, steps: int, start: int = 0):
     flow, simulation = engine.optimizer.flow, simulation_of(engine)
     simulation.t, simulation.dense = flow.num_steps, False
     for f, flat in enumerate(flow.flats):
-        parts = from_all([flat.residual, flat.weight, flat.momentum, flat.square, flat.last_sync])
-        simulation.mask[f] = torch.zeros_like(simulation.mask[f])
-        simulation.mask[f][flow._peek_positions().whole[f]] = True
-        for r, (residual, w, m, q, last) in enumerate(parts):
+        parts = from_all([flat.residual, flat.weight, flat.momentum, flat.square, flat.ages(flow.num_steps)])
+        simulation.mask[f] = torch.cat([mask_of(own[f], flat.layout.partition_numel) for own in flow._peek_positions().of])
+        for r, (residual, w, m, q, age) in enumerate(parts):
             simulation.residual[r][f].copy_(residual)
             owner = simulation.owners[f][r]
             owner.w, owner.m, owner.q = w.clone(), m.clone(), q.clone()
-            owner.age = flow.num_steps - last.long()
+            owner.age = age.long()
             owner.decay = flat.decay.to(owner.age.device)[owner.age.clamp(max=flat.decay.numel() - 1)].clone()
     train_beside_simulation(engine, steps, start, simulation)
 

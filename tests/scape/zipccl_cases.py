@@ -4,7 +4,7 @@ from pathlib import Path
 
 import deepspeed  # noqa: F401 - first: the hooks of both packages run when it is imported
 
-from ds_scape.sync.traffic import held_bytes
+from ds_scape.optimizer.memory import kept_bytes
 from ds_zipccl.backend import deepspeed_comm, deepspeed_hooks
 from tests.helpers.bits import assert_same_bits
 from tests.scape.zero_cases import check_copies, initialize, micro_step, settings, train_beside_simulation
@@ -50,14 +50,14 @@ def case_shipped_configs_train(rank, world_size):
             micro_step(engine, number)
         assert not engine.optimizer.flow.is_dense(engine.optimizer.flow.num_steps) and engine.skipped_steps == 0
         check_copies(engine)
-        check_held_bytes(engine.optimizer.flow)
+        check_kept_bytes(engine.optimizer.flow)
         engine.destroy()
         deepspeed_hooks.deactivate()
 
 
-def check_held_bytes(flow) -> None:
-    """What is announced at the start, and by ``ds_scape estimate``, is what is kept."""
-    assert held_bytes(flow.layout) == {
-        "residual": sum(flat.residual.nbytes for flat in flow.flats),
-        "owner": sum(flat.square.nbytes + flat.last_sync.nbytes for flat in flow.flats),
-        "positions": sum(index.nbytes for index in flow._peek_positions().whole if index is not None)}
+def check_kept_bytes(flow) -> None:
+    """What is announced at the start is what is kept."""
+    masks = flow._mask_message.nbytes + flow._arriving.wait().nbytes
+    assert kept_bytes(flow.layout) == {
+        "residual": sum(flat.residual.nbytes for flat in flow.flats), "ages": sum(flat.last_sync.nbytes for flat in flow.flats),
+        "masks": masks, "q": sum(flat.square.nbytes for flat in flow.flats)}

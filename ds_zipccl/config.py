@@ -60,10 +60,11 @@ class ZipcclConfig(BaseModel):
     """``cache_params``: upper bound of the kept frames of a process, in bytes; shards beyond it travel as they are, without
     frames."""
 
-    transport: Literal["adaptive", "process_group", "symmetric_memory"] = "adaptive"
+    transport: Literal["adaptive", "process_group", "symmetric_memory"] = "process_group"
     """How frames travel. "process_group": by the group's own collectives; "symmetric_memory": one-sided over NVLink where all ranks of a
     group are on one host and their GPUs can access each other's memory, else by the process group, counted with the reason; "adaptive":
-    where they can, the switch measures both ways and takes the faster one for each size."""
+    where they can, the switch measures both ways and takes the faster one for each size. Not the default until a
+    GPU has been seen to run it."""
 
     kernels: Literal["best", "reference", "cpu", "cuda", "triton"] = "best"
     """The codec's kernels. "best" takes the fastest that works here; a name is taken literally or is an error."""

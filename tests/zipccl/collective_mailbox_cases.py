@@ -8,6 +8,7 @@ import torch.distributed as dist
 from ds_zipccl.collectives import mailbox_meeting
 from ds_zipccl.collectives.registry import specs
 from tests.helpers.bits import assert_same_bits
+from tests.zipccl import collective_fault_cases, collective_order_cases
 from tests.zipccl.collective_helpers import AG, begin, runtime
 from tests.zipccl.collective_repeat_cases import begin_ours, call_and_result, check
 
@@ -82,3 +83,12 @@ def case_a_mailbox_after_many_calls(rank, world):
             assert seen == {"mailbox"} | (set() if on_gpu else {"not_agreed"})
     finally:
         mailbox_meeting.LAG = lag
+
+
+def case_faults_and_orders_over_channels(rank, world):
+    """What most cases of the other modules do through shared memory."""
+    orders, faults = collective_order_cases, collective_fault_cases
+    with environment("ZIPCCL_MAILBOX", "0"):
+        for case in (orders.case_two_groups_waited_for_in_different_orders, orders.case_a_ring_of_groups_of_two,
+                     faults.case_many_in_flight_waited_in_reverse, faults.case_overflows_on_all_and_alternating):
+            case(rank, world)

@@ -43,6 +43,7 @@ def _rank_main(rank: int, world_size: int, module: str, names: tuple[str, ...], 
         if outcome != "ok":
             os._exit(1)
     if dist.is_initialized():           # a case may have ended it
+        dist.barrier()                  # a rank that goes while another still connects to it is an error there
         dist.destroy_process_group()
 
 

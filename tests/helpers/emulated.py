@@ -11,14 +11,18 @@ from zipscape.op_builder import toolchain
 from zipscape.op_builder.base import csrc_dir
 from zipscape.op_builder.zipccl import ZIPCCL_CUDA
 
+_compiled: dict[str, Path] = {}
+
 
 def compile_for_host(folder: Path, library=ZIPCCL_CUDA) -> Path:
-    """The library, in ``folder``."""
+    """The library: in ``folder``, or in that of who asked for it earlier in the session, as compiling takes seconds."""
+    if library.name in _compiled:
+        return _compiled[library.name]
     target = folder / f"{library.name}.so"
     subprocess.run([*toolchain.find("c++"), "-x", "c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off",
                     "-fno-strict-aliasing", "-DZIPSCAPE_EMULATE", f"-I{csrc_dir()}", str(library.source_paths()[0]),
                     "-o", str(target)], check=True, timeout=300)
-    return target
+    return _compiled.setdefault(library.name, target)
 
 
 class EmulatedCuda:

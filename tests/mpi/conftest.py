@@ -7,6 +7,8 @@ import pytest
 
 from tests.helpers.ranks import COLLECTIVE_TIMEOUT_S
 
+os.environ.setdefault("ZIPCCL_MAILBOX_LAG", "1")        # as in tests/zipccl/conftest.py, whose cases run here
+
 
 def _free_port() -> int:
     with socket.socket() as s:

@@ -10,8 +10,8 @@ import torch.multiprocessing as mp
 from zipscape.errors import ZipScapeError, describe
 
 _MPI = {"RANK": "OMPI_COMM_WORLD_RANK", "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE", "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK"}
-_TODO = ("start it with `torchrun --nproc-per-node N -m ds_zipccl.cli.main ...`, `deepspeed --module ds_zipccl.cli.main ...` or "
-         "`mpirun -n N ds_zipccl ...`, or say --ranks N")
+_HOW_TO_START = ("start it with `torchrun --nproc-per-node N -m ds_zipccl.cli.main ...`, `deepspeed --module ds_zipccl.cli.main ...` or "
+                 "`mpirun -n N ds_zipccl ...`, or say --ranks N")
 
 
 def launched() -> bool:
@@ -32,7 +32,7 @@ def run(function: Callable[..., int], ranks: int | None, device: str, *args) -> 
         return _in_group(function, device, "env://", args)
     if not ranks or ranks < 2:
         raise ZipScapeError(describe("collectives need at least 2 ranks", got="no launcher" if ranks is None else f"--ranks {ranks}",
-                                     todo=_TODO))
+                                     todo=_HOW_TO_START))
     if device == "cuda" and torch.cuda.device_count() < ranks:
         raise ZipScapeError(describe("a rank needs a GPU of its own", got=f"{torch.cuda.device_count()} GPUs", expected=f">= {ranks}"))
     with tempfile.TemporaryDirectory() as folder:

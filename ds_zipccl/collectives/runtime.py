@@ -316,9 +316,7 @@ class Runtime:
     def _run_to_end(self, spec: CollectiveSpec, call: Call, state: GroupState, kinds: list[tuple[Call, Kind]]) -> bool:
         """A zipped call that is not counted and leaves no trace in the capacities, for probes; False where it is none. ``kinds``: of the
         probes so far: one that is repeated must cost what a repeated call costs, not what a first one does."""
-        key = self._key(call)                       # finding out how a call goes is part of its price
-        self._native_calls.find(key, 0)
-        self._known_kind(key, call)
+        self._known_kind(self._key(call), call)     # finding out how a call goes is part of its price
         kind = next((kind for known, kind in kinds if known is call), None)
         state.settle()                              # what is sent again must not come between
         if kind is None:

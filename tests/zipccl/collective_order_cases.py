@@ -142,7 +142,7 @@ def _natively(rank, world, group, native):
         else:
             store.wait([f"{key}/{peer}" for peer in range(1, world)], timedelta(seconds=50))
     else:
-        raise NotImplementedError(native)
+        raise ValueError(native)
 
 
 _keys = iter(range(1 << 30))

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from ds_zipccl.collectives import launch as launching
 from ds_zipccl.collectives import streams
+from ds_zipccl.collectives.cost import Costs, Curve
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.errors import FrameError
 from ds_zipccl.kernels import loader, ops
@@ -266,3 +267,18 @@ def case_a_group_takes_its_calls_with_it(rank, world):
             live.close(group)
             assert live.workspace.held_bytes == 0 and not live._kinds
             dist.destroy_process_group(group)
+
+
+def case_probes_are_not_counted_as_calls(rank, world):
+    """Also where calls like theirs are known to go native: ranks forget such calls at different times, and must count alike."""
+    with runtime(collectives="adaptive") as live:
+        call, _ = call_and_result(AG, rank, world, 20000, 1)
+        state = live.state(call.group, call.device)
+        measured = state.measured(AG, BF16)
+        measured.costs = Costs(Curve((1, 2), (1.0, 2.0)), Curve((1, 2), (5.0, 10.0)), 1.41)
+        for count in (1, 2):                # the second time it is known
+            assert not begin(live, call)[1] and measured.num_calls == count
+        kinds = []
+        for _ in range(3):
+            assert live._run_to_end(specs()[AG], call, state, kinds)
+        assert measured.num_calls == 2 and len(kinds) == 1

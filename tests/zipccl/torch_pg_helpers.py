@@ -55,7 +55,7 @@ def launch(collective: str, output, data, group, async_op=True, **options):
         return dist.all_to_all_single(output, data, options.get("output_splits"), options.get("input_splits"), **kwargs)
     if collective == "all_to_all":
         return _all_to_all(list(output), list(data), **kwargs)
-    raise NotImplementedError(f"{collective}: say here how a user of torch.distributed calls it")
+    raise ValueError(f"{collective}: say here how a user of torch.distributed calls it")
 
 
 def _all_to_all(outputs, inputs, **kwargs):

@@ -44,6 +44,8 @@ __device__ u32 zipccl_errors[1];
 
 #ifndef __CUDACC_RTC__
 
+#include "launch.h"
+
 // Whether kernels can start before the one before them on their stream has ended (begin_in_turn), and whether they may: not while somebody
 // measures without.
 static bool can_overlap = true, may_overlap = true;
@@ -101,6 +103,7 @@ static Call make_call(const void* geometry, const void* x, i64 row_stride, void*
     c.x = (const u8*)x, c.frames = (u8*)frames, c.out = (u8*)out;
     c.row_stride = row_stride, c.frame_stride = frame_stride, c.num_rows = num_rows, c.skip = skip;
     c.status = (u32*)status, c.workspace = (u64*)workspace, c.look_ahead = num_multiprocessors;
+    c.mail = 0, c.stamp = 0;
     return c;
 }
 
@@ -138,15 +141,22 @@ int zipccl_cuda_take_word(void* address, u32* word, cudaStream_t stream) {
 #endif
 }
 
-// ops.encode: x [num_rows] rows of row_stride bytes; status: [1]; row `skip` (or none: -1) is left out.
-int zipccl_cuda_encode(const void* geometry, const void* x, i64 row_stride, void* frames, i64 frame_stride, i64 num_rows, i64 skip,
-                       void* status, void* workspace, cudaStream_t stream) {
-    const Call c = make_call(geometry, x, row_stride, frames, frame_stride, num_rows, skip, 0, status, workspace);
+// ops.encode: x [num_rows] rows of row_stride bytes; status: [1]; row `skip` (or none: -1) is left out. `mail`: 8 bytes that the device can
+// write, where `stamp` << 32 | status goes in one store; null: nowhere.
+int zipccl_cuda_encode_telling(const void* geometry, const void* x, i64 row_stride, void* frames, i64 frame_stride, i64 num_rows, i64 skip,
+                               void* status, void* workspace, void* mail, u32 stamp, cudaStream_t stream) {
+    Call c = make_call(geometry, x, row_stride, frames, frame_stride, num_rows, skip, 0, status, workspace);
+    c.mail = (u64*)mail, c.stamp = stamp;
     const dim3 grid((u32)c.g.num_tiles + 1, (u32)(num_rows - (skip >= 0)));
     if (!grid.y) return 0;
     const bool level2 = c.g.level == 2;
     const u32 shared = level2 ? EncodeLevel2::kShared : c.g.itemsize == 4 ? EncodeLevel1<Fp32>::kShared : EncodeLevel1<Bf16>::kShared;
     return launch(ZIPCCL_KERNEL_OF(encode, c.g), grid, level2 ? EncodeLevel2::kWarps : kEncodeWarps, shared, stream, c);
+}
+
+int zipccl_cuda_encode(const void* geometry, const void* x, i64 row_stride, void* frames, i64 frame_stride, i64 num_rows, i64 skip,
+                       void* status, void* workspace, cudaStream_t stream) {
+    return zipccl_cuda_encode_telling(geometry, x, row_stride, frames, frame_stride, num_rows, skip, status, workspace, 0, 0, stream);
 }
 
 // ops.decode: errors: [1], kinds of corruption are ORed in.

@@ -106,6 +106,7 @@ __device__ __forceinline__ void finish_row(const Call& c, u8* frame, u32 tag) {
     if (gridDim.y > 1) o = worst(o, worst_of_lanes(others));
     if (lane == 0) {
         *c.status = status_word(o);
+        if (c.mail) *(volatile u64*)c.mail = c.stamp << 32 | status_word(o);         // one store: nobody sees half of it
         store_message(ws.last_tag, tag);                   // every CTA has read it, or it could not have sent anything
     }
 }

@@ -124,7 +124,7 @@ class NvrtcCalls:
             if shared:
                 self._check(self._driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared), "shared memory")
             self._functions[key] = function
-        fields += (_num_multiprocessors(key[0]),)
+        fields += (_num_multiprocessors(key[0]), 0, 0)
         call = ctypes.create_string_buffer(packed_geometry(g) + struct.pack(f"<{len(fields)}q", *fields))      # struct Call
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(call))
         self._check(self._driver.cuLaunchKernel(function, num_ctas, num_rows, 1, 32 * warps, 1, 1, shared,

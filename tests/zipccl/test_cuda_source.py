@@ -294,10 +294,25 @@ def test_nvrtc_fills_the_call_as_the_source_declares_it(monkeypatch):
     calls.encode(g, 1, 2, 3, 4, 5, 6, 7, 8, 9)
     calls.decode(g, 11, 12, 13, 14, 15, -1, 17, 18)
     calls.decode_reduce(g, 21, 22, 3, 24, 2, 26, 27, 28)
-    common = {"look_ahead": 132}
+    common = {"look_ahead": 132, "mail": 0, "stamp": 0}
     assert seen == [common | dict(x=1, row_stride=2, frames=3, frame_stride=4, num_rows=5, skip=6, status=7, workspace=8, out=0),
                     common | dict(frames=11, frame_stride=12, out=13, row_stride=14, num_rows=15, skip=-1, status=17, x=0, workspace=0),
                     common | dict(frames=21, frame_stride=22, num_rows=3, x=24, skip=2, out=26, status=27, row_stride=0, workspace=0)]
+
+
+@pytest.mark.parametrize("stamp", [1, 0x80000001, 0xFFFFFFFF])
+def test_encode_tells_its_status_where_it_is_told_to(emulated, stamp):
+    """Of all rows, in one entry with its stamp; nothing beside it, and the frames as ever."""
+    telling = emulated.library.zipccl_cuda_encode_telling
+    telling.argtypes = [*emulated.library.zipccl_cuda_encode.argtypes[:-1], ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p]
+    for kind, skip in (("tail", 1), ("bits", -1), ("gauss", 2)):
+        x, g = rows_of(kind, 3, 40000, BF16, 1), fmt.layout(BF16, 40000)
+        expected, expected_status = reference_encode(x, g, skip)
+        frames, status, mail = torch.full_like(expected, 0xA5), torch.full((1,), -1, dtype=torch.int32), torch.full((3,), 77)
+        assert telling(packed_geometry(g), x.data_ptr(), x.stride(0) * 2, frames.data_ptr(), frames.stride(0), 3, skip, status.data_ptr(),
+                       WORKSPACE.data_ptr(), mail[1:].data_ptr(), stamp, 0) == 0
+        assert torch.equal(frames, expected) and torch.equal(status, expected_status)
+        assert [value % (1 << 64) for value in mail.tolist()] == [77, stamp << 32 | int(status), 77]
 
 
 def test_workspace_size_is_the_same_on_both_sides(emulated):

@@ -1,77 +1,158 @@
-"""Real text as tokens: files of this machine, cut by file into a training part and two held-out ones."""
+"""Real text as tokens: a folder of text files, near copies left out, cut by file into a training part and two held-out ones."""
+import bz2
 import hashlib
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
 import torch
 
-#: One of so many files is held out, for each of the two parts.
-HELD_OUT = 100
-SAMPLE_BYTES = 16 << 20
+#: Of so many files one is held out for each of the two parts.
+HELD_OUT = 60
+#: A file is left out if so much of it, in sentences, stands in files before it.
+MAX_COPIED = 0.1
+#: Characters of the training part that the byte pairs are learned from.
+SAMPLE = 16 << 20
+PARTS = ("train", "tune", "report")
+PIECE = 8 << 20
 
 
-def load(path: Path, roots: list[str], suffixes: list[str], max_bytes: int, vocab_size: int) -> dict[str, torch.Tensor]:
-    """{"train", "tune", "report": int32 tokens}; made at first use and kept in ``path``. ``tune`` is for choosing settings, ``report`` for
-    what is published. Tokens: byte pairs learned from a part of the training text, or bytes where vocab_size is 256."""
-    if not path.exists():
-        parts = _read(roots, suffixes, max_bytes)
-        encode = _tokenizer(parts["train"], vocab_size) if vocab_size != 256 else _bytes
-        arrays = {name: encode(texts) for name, texts in parts.items()}
-        part = path.with_suffix(".part.npz")
-        numpy.savez(part, **arrays)
-        part.replace(path)
-    with numpy.load(path) as arrays:
-        return {name: torch.from_numpy(arrays[name].astype(numpy.int32)) for name in arrays}
+def read(root: Path, suffixes: tuple[str, ...]) -> dict[str, str]:
+    """Path below ``root`` -> text. In an order that has nothing to do with the paths' own, so that a bound on the bytes cuts evenly."""
+    files = {file.relative_to(root).as_posix(): file for suffix in suffixes for file in root.rglob(f"*{suffix}") if file.is_file()}
+    return {name: files[name].read_text(errors="ignore").replace("\0", "") for name in sorted(files, key=_digest)}
 
 
-def _read(roots, suffixes, max_bytes) -> dict[str, list[str]]:
-    files = sorted({file for root in roots for suffix in suffixes for file in Path(root).rglob(f"*{suffix}")})
-    # In an order that does not depend on folders: a bound on the bytes then cuts evenly.
-    files.sort(key=lambda file: hashlib.sha256(str(file).encode()).digest())
-    parts, seen, total = {"train": [], "tune": [], "report": []}, set(), 0
-    for file in files:
-        try:
-            text = file.read_text(errors="ignore")
-        except OSError:
-            continue
-        digest = hashlib.sha256(text.encode()).digest()
-        if len(text) < 200 or digest in seen:                   # copies of one file must not stand on both sides
-            continue
-        seen.add(digest)
-        number = int.from_bytes(digest[:4], "little") % HELD_OUT
-        parts["tune" if number == 0 else "report" if number == 1 else "train"].append(text)
-        total += len(text)
-        if total >= max_bytes:
-            break
-    return parts
+def _digest(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
 
 
-def _bytes(texts: list[str]) -> numpy.ndarray:
-    return numpy.frombuffer("\n".join(texts).encode(), dtype=numpy.uint8)
+def part_of(name: str) -> str:
+    """Which part a file belongs to, by its path alone. Settings are chosen on ``tune``, ``report`` is published."""
+    number = int.from_bytes(_digest(name)[-4:], "little") % HELD_OUT
+    return "tune" if number == 0 else "report" if number == 1 else "train"
 
 
-def _tokenizer(texts: list[str], vocab_size: int):
-    from tokenizers import ByteLevelBPETokenizer
+def distinct(texts: dict[str, str], at_least: int = 2000) -> dict[str, str]:
+    """Without short files, and without those whose sentences stand in others already: no held-out file is known from training. The
+    held-out parts come first, so a file and its copy are on their side."""
+    kept, seen = {}, set()
+    for name in sorted(texts, key=lambda name: part_of(name) == "train"):
+        sentences = {hash(s) for s in re.split(r"[.!?;:]+", re.sub(r"[^a-z.!?;:]+", "", texts[name].lower())) if len(s) >= 30}
+        if len(texts[name]) >= at_least and len(sentences & seen) <= MAX_COPIED * len(sentences):
+            kept[name] = texts[name]
+            seen |= sentences
+    return {name: kept[name] for name in texts if name in kept}
 
-    sample, size = [], 0
+
+def learn_byte_pairs(texts: list[str], vocab: int) -> str:
+    """A tokenizer as JSON, from a sample of every text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    share = min(1.0, SAMPLE / max(1, sum(map(len, texts))))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=["<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+                                  show_progress=False)
+    tokenizer.train_from_iterator([text[:round(share * len(text))] for text in texts], trainer)
+    return tokenizer.to_str()
+
+
+def encode(texts: list[str], tokenizer: str) -> torch.Tensor:
+    """uint16: every text's tokens, then 0."""
+    from tokenizers import Tokenizer
+
+    encoder = Tokenizer.from_str(tokenizer)
+    paragraphs = [piece for text in texts for piece in [*re.findall(r"(?s).{1,20000}(?:\n|$)|.{1,20000}", text), None]]
+    rows = encoder.encode_batch([piece for piece in paragraphs if piece is not None])
+    found = iter(rows)
+    ids = [numpy.array([0] if piece is None else next(found).ids, dtype=numpy.uint16) for piece in paragraphs]
+    return torch.from_numpy(numpy.concatenate(ids) if ids else numpy.zeros(0, numpy.uint16))
+
+
+def pack(root: Path, folder: Path, suffixes: tuple[str, ...], max_packed: int, vocab: int, source: str) -> dict:
+    """Writes the parts, compressed, with their tokenizer and checksums, to ``folder``; returns the manifest. max_packed: bytes of all
+    of it; training files that would lead beyond it are left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = distinct(read(root, suffixes))
+    names = {part: [name for name in texts if part_of(name) == part] for part in PARTS}
+    packed = {part: _compress([texts[name] for name in names[part]]) for part in ("tune", "report")}
+    left, train, batch = max_packed - sum(map(len, packed["tune"] + packed["report"])), [], []
+    packed["train"] = []
+    for name in names["train"]:
+        batch.append(name)
+        if sum(len(texts[n]) for n in batch) >= PIECE or name == names["train"][-1]:
+            pieces = _compress([texts[n] for n in batch])
+            if sum(map(len, pieces)) > left:
+                break
+            left -= sum(map(len, pieces))
+            packed["train"] += pieces
+            train, batch = train + batch, []
+    names["train"] = train
+    tokenizer = learn_byte_pairs([texts[name] for name in train], vocab)
+    parts = {}
+    for part in PARTS:
+        (folder / f"{part}.bz2").write_bytes(b"".join(packed[part]))
+        tokens = encode([texts[name] for name in names[part]], tokenizer)
+        parts[part] = {"pieces": [len(piece) for piece in packed[part]], "files": names[part], "tokens": tokens.numel(),
+                       "characters": sum(len(texts[name]) for name in names[part]),
+                       "sha256": hashlib.sha256(tokens.numpy().tobytes()).hexdigest()}
+    manifest = {"source": source, "vocab": vocab, "parts": parts}
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    (folder / "tokenizer.json").write_text(tokenizer)
+    return manifest
+
+
+def _compress(texts: list[str]) -> list[bytes]:
+    """Pieces of about PIECE bytes, each of whole texts, which a 0 character ends."""
+    pieces, size = [[]], 0
     for text in texts:
-        sample.append(text)
+        if size >= PIECE:
+            pieces.append([])
+            size = 0
+        pieces[-1].append(text + "\0")
         size += len(text)
-        if size >= SAMPLE_BYTES:
-            break
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(sample, vocab_size=vocab_size)
-
-    def encode(texts: list[str]) -> numpy.ndarray:
-        chunks = []
-        for start in range(0, len(texts), 512):
-            chunks += [numpy.array(e.ids, dtype=numpy.uint16) for e in tokenizer.encode_batch(texts[start:start + 512])]
-        return numpy.concatenate(chunks) if chunks else numpy.zeros(0, numpy.uint16)
-
-    return encode
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda piece: bz2.compress("".join(piece).encode()), pieces))
 
 
-def batch(tokens: torch.Tensor, size: int, seq_len: int, generator: torch.Generator) -> torch.Tensor:
-    """int64 [size, seq_len + 1] from random places."""
-    starts = torch.randint(tokens.numel() - seq_len - 1, (size,), generator=generator)
-    return torch.stack([tokens[start:start + seq_len + 1] for start in starts.tolist()]).long()
+def unpack(folder: Path) -> dict[str, torch.Tensor]:
+    """{part: uint16 tokens}. Raises ValueError if they are not those of the manifest."""
+    manifest, tokenizer, tokens = json.loads((folder / "manifest.json").read_text()), (folder / "tokenizer.json").read_text(), {}
+    for part, said in manifest["parts"].items():
+        data, pieces = (folder / f"{part}.bz2").read_bytes(), []
+        for size in said["pieces"]:
+            pieces.append(data[:size])
+            data = data[size:]
+        with ThreadPoolExecutor() as pool:
+            texts = "".join(piece.decode() for piece in pool.map(bz2.decompress, pieces)).split("\0")[:-1]
+        tokens[part] = encode(texts, tokenizer)
+        found = hashlib.sha256(tokens[part].numpy().tobytes()).hexdigest()
+        if found != said["sha256"]:
+            raise ValueError(f"the tokens of {part} in {folder} are not those that were packed: sha256 {found}, expected {said['sha256']}")
+    return tokens
+
+
+def load(folder: Path) -> dict[str, torch.Tensor]:
+    """``unpack``, kept as tokens.npz beside the packed parts."""
+    kept = folder / "tokens.npz"
+    if not kept.exists():
+        made = unpack(folder)
+        part = folder / "tokens.part.npz"
+        numpy.savez(part, **{name: tokens.numpy() for name, tokens in made.items()})
+        part.replace(kept)
+    with numpy.load(kept) as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays}
+
+
+def places(num_tokens: int, num: int, seq_len: int, seed: int) -> torch.Tensor:
+    """int64 [num]: where the sequences of seq_len + 1 tokens begin, one after another. Every pass through the text (an epoch) takes every
+    token once, in sequences cut anew and in another order."""
+    made, generator = [], torch.Generator("cpu").manual_seed(seed)
+    while sum(map(len, made)) < num:
+        phase = int(torch.randint(seq_len, (1,), generator=generator, device="cpu"))
+        count = (num_tokens - 1 - phase) // seq_len
+        made.append(torch.randperm(count, generator=generator, device="cpu") * seq_len + phase)
+    return torch.cat(made)[:num]

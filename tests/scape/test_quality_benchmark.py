@@ -1,13 +1,29 @@
-"""The benchmark of SCAPE's quality: its threads are the product's ranks, bit for bit; a stopped run goes on as if it had not been."""
+"""The benchmark of SCAPE's quality: what it trains with is the product's flow, bit for bit; a stopped run goes on as if it had not been;
+every worker's gradient is its own; no held-out text is trained on."""
+import json
 import time
 
 import pytest
 import torch
 
-from benchmarks.scape_quality import text, train
+from benchmarks.scape_quality import __main__ as benchmark
+from benchmarks.scape_quality import picture, run, text, verify, workers
+from benchmarks.scape_quality.model import Model, Shape, losses
 from benchmarks.scape_quality.threads import Ranks, ThreadTransport
 from tests.helpers.bits import assert_same_bits
 from tests.scape.flow_helpers import Problem, compare
+
+CPU = torch.device("cpu")
+SHAPE = Shape(vocab=64, dim=32, layers=1, heads=2, seq_len=16)
+
+
+@pytest.fixture(autouse=True)
+def on_the_host():
+    """These simulations are small ones of one process: they run there whatever the other tests run on."""
+    before = torch.get_default_device()
+    torch.set_default_device("cpu")
+    yield
+    torch.set_default_device(before)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -38,54 +54,171 @@ def test_an_error_of_one_thread_ends_all():
         ranks.run(work)
 
 
+@pytest.mark.parametrize("params", [{"density": 0.1}, {"density": 0.01, "dense_warmup_steps": 3}, {"density": 0.3, "max_age": 8}])
+def test_what_is_trained_with_is_the_product(params):
+    assert verify.differences(verify.SMALL, CPU, 12, **params) == []
+
+
+@pytest.mark.parametrize("name", ["residual", "square", "last_sync", "copies"])
+def test_a_difference_is_seen(name, monkeypatch):
+    step = workers.Scape.step
+
+    def wrong(self, *arguments):
+        step(self, *arguments)
+        changed = {"residual": self.residual[1], "copies": self.copies}.get(name)
+        (getattr(self.flat, name) if changed is None else changed).view(-1)[77] += 1
+
+    monkeypatch.setattr(workers.Scape, "step", wrong)
+    assert any(name in difference for difference in verify.differences(verify.SMALL, CPU, 1, density=0.1))
+
+
 def job(**fields):
-    return train.Job(**{"name": "x", "optimizer": "scape", "lr": 1e-3, "seed": 1, "density": 0.1, "steps": 8, "workers": 2, "batch": 2,
-                        "seq_len": 16, "dim": 32, "layers": 1, "heads": 2, "vocab": 256} | fields)
+    small = {"name": "x", "optimizer": "scape", "lr": 1e-3, "density": 0.1, "steps": 8, "workers": 2, "batch": 2, "shape": SHAPE}
+    return run.Job(**small | fields)
 
 
-@pytest.mark.parametrize("optimizer", ["scape", "adams", "adamw"])
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(optimizer, tmp_path, monkeypatch):
-    tokens = {name: torch.randint(256, (4000,), generator=torch.Generator().manual_seed(5)) for name in ("train", "tune", "report")}
-    monkeypatch.setattr(train, "EVAL_BATCHES", 2)
-    whole = train.run(job(optimizer=optimizer), tokens, torch.device("cpu"), tmp_path, time.time() + 600, eval_every=4)
-    clock = iter([0.0] * 4 + [99.0] * 50)               # the start, three steps, then past the deadline
+@pytest.fixture
+def tokens():
+    generator = torch.Generator("cpu").manual_seed(5)
+    return {name: torch.randint(64, (3000,), generator=generator).to(torch.int16) for name in text.PARTS}
+
+
+def made(jobs, tokens):
+    held = run.Held(tokens, SHAPE.seq_len, CPU, batches=2, size=3)
+    return [run.Run(one, tokens["train"], held, CPU) for one in jobs]
+
+
+JOBS = [job(name="adams", optimizer="adams"), job(name="adamw", optimizer="adamw"), job(name="s"), job(name="w", dense_warmup_steps=5)]
+
+
+@pytest.mark.parametrize("stopped_at", [4, 5])
+def test_stopped_runs_go_on_as_if_they_had_not_been(stopped_at, tokens, tmp_path, monkeypatch):
+    whole = made(JOBS, tokens)
+    assert run.side_by_side(whole, 4, time.monotonic() + 600) == []
+    part = made(JOBS, tokens)
+    ticks = iter([0.0] * (stopped_at - 1) + [99.0] * 9)             # the deadline passes in the round before: the next step has begun
     with monkeypatch.context() as patch:
-        patch.setattr(train.time, "time", lambda: next(clock))
-        part = train.run(job(optimizer=optimizer), tokens, torch.device("cpu"), tmp_path, 50.0, eval_every=4)
-    assert 0 < part["step"] < 8
-    rest = train.run(job(optimizer=optimizer), tokens, torch.device("cpu"), tmp_path, time.time() + 600, eval_every=4)
-    assert rest["step"] == 8 and [point["step"] for point in rest["curve"]] == [4, 8]
-    assert rest["curve"] == whole["curve"] and not list(tmp_path.glob("*.pt"))
+        patch.setattr(run.time, "monotonic", lambda: next(ticks))
+        assert sorted(run.side_by_side(part, 4, 50.0), key=part.index) == part
+    assert {one.row["step"] for one in part} == {stopped_at}
+    for one in part:
+        one.save(tmp_path)
+    rest = made(JOBS, tokens)
+    for one in rest:
+        one.load(tmp_path)
+    assert run.side_by_side(rest, 4, time.monotonic() + 600) == []
+    for mine, theirs in zip(rest, whole, strict=True):
+        assert mine.settle() == theirs.settle() and [point["step"] for point in mine.row["curve"]] == [4, 8]
+        assert_same_bits(mine.model.copies, theirs.model.copies, mine.job.name)
+    with pytest.raises(ValueError, match="another job"):
+        made([job(name="s", lr=2e-3)], tokens)[0].load(tmp_path)
+
+
+def test_the_least_important_run_stops_where_time_is_short(tokens, monkeypatch):
+    seconds = iter(range(1000))                                     # a round a second: 8 rounds, and time for 6 of four runs
+    monkeypatch.setattr(run.time, "monotonic", lambda: float(next(seconds)))
+    runs = made(JOBS, tokens)
+    stopped = run.side_by_side(runs, 4, 6.0, whole=True, seconds=1.0)
+    assert runs[-1] in stopped and runs[0] not in stopped and runs[0].is_done
+    assert all(one.row["step"] == one.optimizer.num_steps for one in runs)
+
+
+def test_every_worker_has_its_own_gradient():
+    numel, generator = workers.padded(SHAPE.num_parameters, 2), torch.Generator("cpu").manual_seed(1)
+    model = Model(SHAPE, 2, 3, numel, CPU, compiled=False)
+    model.copies.copy_(SHAPE.initial(1, numel))
+    sequences = torch.randint(64, (6, SHAPE.seq_len + 1), generator=generator)
+    found, squares = model.forward_backward(sequences)
+    for worker in range(2):
+        weights = [part[None].float().requires_grad_() for part in model._parts(model.copies)]
+        own = sequences[3 * worker:3 * worker + 3]
+        inputs, targets = own[:, :-1].reshape(1, -1), own[:, 1:].reshape(1, -1)
+        rotary = [half.float() for half in model._rotary]
+        loss = losses(torch.nn.functional.embedding(inputs, weights[0][0, 0]), targets, *weights, *rotary, SHAPE.heads)
+        gradients = torch.cat([g.flatten() for g in torch.autograd.grad(loss.sum(), weights)])
+        mine = model.gradients[worker, :SHAPE.num_parameters].float()
+        # bf16 against fp32: 8 bits through a dozen operations
+        assert float(loss.detach()) == pytest.approx(float(found[worker]), rel=0.01)
+        assert float((mine - gradients).norm() / gradients.norm()) < 0.03
+        assert float(squares[worker]) == pytest.approx(float(mine.double().square().sum()), rel=1e-12)
 
 
 def test_density_1_is_dense_adams_but_for_the_wire():
-    """Same data, same start: with exact values on the wire and no clipping both are AdamS on the mean."""
-    def final(optimizer):
-        made = job(optimizer=optimizer, density=1.0)
-        model = train.Model(made, torch.device("cpu"))
-        runner = train.Scape(made, model) if optimizer == "scape" else train.Dense(made, model)
-        if optimizer == "scape":
-            for flow in runner.flows:
-                flow._wire = torch.float32
-        generator = torch.Generator().manual_seed(3)
-        for step in range(1, 5):
-            fresh = [[torch.randn(c.numel(), generator=generator).to(torch.bfloat16) * 1e-4 for c in model.copies] for _ in range(2)]
-            runner.step(fresh, made.lr_at(step))
-        return model.copies
-
-    for mine, theirs in zip(final("scape"), final("adams"), strict=True):
-        assert_same_bits(mine, theirs, "copies")
+    """Same start, same gradients: with nothing lost on the wire and no clipping both are AdamS on the mean."""
+    numel = workers.padded(SHAPE.num_parameters, 2)
+    initial = SHAPE.initial(1, numel)
+    scape = workers.Scape(SHAPE.slots(), initial.bfloat16(), initial.clone(), 2, workers.ScapeParams(density=1.0))
+    dense = workers.Dense("adams", initial.bfloat16(), initial.clone())
+    scape._values, generator = torch.zeros(2, numel), torch.Generator("cpu").manual_seed(3)
+    for _ in range(4):
+        gradients = (torch.randn(2, numel, generator=generator) * 1e-4).bfloat16()
+        scape.step(gradients, 1e-3, [1e-6, 1e-6])
+        dense.step(gradients, 1e-3)
+        assert_same_bits(scape.copies, dense.copies, "copies")
 
 
-def test_text_is_cut_by_file_and_copies_stay_on_one_side(tmp_path, monkeypatch):
+def test_places_take_every_token_once_an_epoch():
+    places = text.places(1000, 200, 16, seed=3)
+    phase = int(places[:61].min())
+    first = places[:(999 - phase) // 16]
+    in_order = first.sort().values
+    assert 0 <= phase < 16 and torch.equal(in_order, torch.arange(phase, 1000 - 16, 16)) and not torch.equal(first, in_order)
+    assert places.max() + 17 <= 1000 and len(places) == 200
+    assert torch.equal(places, text.places(1000, 200, 16, seed=3)) and not torch.equal(places, text.places(1000, 200, 16, seed=4))
+
+
+def test_text_is_cut_by_file_and_near_copies_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "HELD_OUT", 4)
-    for i in range(60):
-        (tmp_path / f"f{i}.py").write_text(f"file {i} " * 60)
-        (tmp_path / f"copy{i}.py").write_text(f"file {i} " * 60)
-    parts = text._read([str(tmp_path)], [".py"], 1 << 30)
-    assert sum(map(len, parts.values())) == 60 and len(parts["tune"]) > 3 and len(parts["report"]) > 3
-    tokens = text.load(tmp_path / "t.npz", [str(tmp_path)], [".py"], 1 << 30, 256)
-    assert tokens["train"].numel() == sum(len(t) + 1 for t in parts["train"]) - 1
-    batch = text.batch(tokens["train"], 5, 11, torch.Generator().manual_seed(1))
-    assert batch.shape == (5, 12) and batch.dtype == torch.long
-    assert text.load(tmp_path / "t.npz", [], [], 0, 256)["train"].equal(tokens["train"])
+    words = "time house river stone light garden window winter answer shadow journey morning".split()
+    generator = torch.Generator("cpu").manual_seed(1)
+
+    def sentence():
+        return " ".join(words[i] for i in torch.randint(len(words), (9,), generator=generator).tolist())
+
+    for i in range(40):
+        told = [sentence() for _ in range(60)]
+        (tmp_path / f"f{i}.txt").write_text(". ".join(told))
+        (tmp_path / f"copy{i}.txt").write_text("A new preface. " + ".\n".join(told[5:]))
+    (tmp_path / "short.txt").write_text("too short")
+    kept = text.distinct(text.read(tmp_path, (".txt",)))
+    assert len(kept) == 40
+    names = {part: {name.replace("copy", "f") for name in kept if text.part_of(name) == part} for part in text.PARTS}
+    assert len(names["tune"]) > 3 and len(names["report"]) > 3 and sum(map(len, names.values())) == 40
+    assert not names["train"] & (names["tune"] | names["report"])
+
+
+def test_packed_text_comes_back_and_a_changed_one_is_refused(tmp_path):
+    pytest.importorskip("tokenizers")
+    for i in range(90):
+        words = ("".join(chr(97 + n % 26) for n in (i * j, i + j, j // 7)) for j in range(900))
+        (tmp_path / f"f{i}.txt").write_text("\r\n".join(words) + "\0\u00e9 end.")
+    manifest = text.pack(tmp_path, tmp_path / "packed", (".txt",), 1 << 20, 300, "a test")
+    tokens = text.load(tmp_path / "packed")
+    assert {name: part.numel() for name, part in tokens.items()} == {name: part["tokens"] for name, part in manifest["parts"].items()}
+    assert torch.equal(text.load(tmp_path / "packed")["train"], tokens["train"]) and int(tokens["train"].to(torch.int32).max()) < 300
+    other = json.loads((tmp_path / "packed" / "tokenizer.json").read_text())
+    other["model"]["merges"].pop()
+    (tmp_path / "packed" / "tokenizer.json").write_text(json.dumps(other))
+    with pytest.raises(ValueError, match="not those"):
+        text.unpack(tmp_path / "packed")
+
+
+def test_the_jobs_are_the_issues():
+    args = benchmark.parse([])
+    made = benchmark.jobs(args)
+    assert len(made) == 12 and {one.steps for one in made} == {15_000} and {one.workers for one in made} == {4}
+    assert [one.seed for one in made] == [1] * 6 + [2] * 6 and 10e6 <= made[0].shape.num_parameters <= 25e6
+    assert {(one.optimizer, one.density, one.dense_warmup_steps) for one in made} == {
+        ("adams", 1.0, 0), ("adamw", 1.0, 0), ("scape", 0.1, 0), ("scape", 0.1, 750), ("scape", 0.01, 0), ("scape", 0.01, 750)}
+    swept = benchmark.jobs(benchmark.parse(["--sweep", "--seeds", "1", "--only", "adams"]))
+    assert [one.lr for one in swept] == [2.5e-4, 5e-4, 1e-3] and len({one.key for one in swept}) == 3
+
+
+def test_table_and_curves(tokens, tmp_path):
+    runs = made([JOBS[0], JOBS[2]], tokens)
+    run.side_by_side(runs, 4, time.monotonic() + 600)
+    rows = [one.settle() for one in runs]
+    shown = picture.table(rows)
+    assert "| adams | 1 | 0.001 | 8 |" in shown and f"{rows[1]['curve'][-1]['report']['loss']:.4f}" in shown
+    picture.plot(rows, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 1000

@@ -10,9 +10,13 @@ Settings are chosen on the part "tune" of the held-out files (--sweep), the tabl
 """
 import argparse
 import json
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
+
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")      # streams that are a GPU's queues of their own; read when CUDA starts
 
 import torch
 
@@ -81,6 +85,9 @@ class Chunk:
         self.args, self.start, self.deadline = args, start, start + args.seconds
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.compiled = self.device.type == "cuda" and not args.no_compile
+        self.seconds_per_step = None        # of one run among several, as last seen
+        # Takes a while and one processor after another: meanwhile the kernels are built and the model is compiled.
+        self._unpacking = subprocess.Popen([sys.executable, "-m", "benchmarks.scape_quality.text", str(args.text)])
 
     def say(self, *words) -> None:
         print(f"[{time.monotonic() - self.start:6.1f} s]", *words, flush=True)
@@ -101,18 +108,25 @@ class Chunk:
 
     def report(self, active, per_round) -> None:
         left = max((run.job.steps - run.row["step"] for run in active), default=0)
-        step = min((run.row["step"] for run in active), default="-")
+        step, self.seconds_per_step = min((run.row["step"] for run in active), default="-"), per_round / max(1, len(active))
         self.say(f"{len(active)} runs, step {step}, {1e3 * per_round:.2f} ms a step of all, {left * per_round:.0f} s to go")
 
     def run(self) -> None:
         args, folder = self.args, self.args.folder
+        if self._unpacking.wait():
+            raise SystemExit(f"the text in {args.text} could not be read; prepare.py makes it")
         tokens = text.load(args.text)
         self.say({name: part.numel() for name, part in tokens.items()}, "tokens")
         tokens = {name: part.view(torch.int16) for name, part in tokens.items()}
         train, held = tokens["train"].to(self.device), Held(tokens, args.seq_len, self.device)
         waiting = [job for job in jobs(args) if not (folder / f"{job.key}.json").exists()]
         while waiting and time.monotonic() < self.deadline:
-            now, waiting = waiting[:args.side_by_side], waiting[args.side_by_side:]
+            num = args.side_by_side
+            if args.whole and self.seconds_per_step:
+                num = min(num, int((self.deadline - time.monotonic()) / (self.seconds_per_step * args.steps)))
+                if num == 0:
+                    break
+            now, waiting = waiting[:num], waiting[num:]
             runs = [self.make(job, train, held) for job in now]
             self.say("ready:", ", ".join(job.key for job in now))
             stopped = side_by_side(runs, args.eval_every, self.deadline, args.whole, self.report)

@@ -3,6 +3,7 @@ import bz2
 import hashlib
 import json
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -64,11 +65,11 @@ def encode(texts: list[str], tokenizer: str) -> torch.Tensor:
     """uint16: every text's tokens, then 0."""
     from tokenizers import Tokenizer
 
-    encoder = Tokenizer.from_str(tokenizer)
-    paragraphs = [piece for text in texts for piece in [*re.findall(r"(?s).{1,20000}(?:\n|$)|.{1,20000}", text), None]]
-    rows = encoder.encode_batch([piece for piece in paragraphs if piece is not None])
-    found = iter(rows)
-    ids = [numpy.array([0] if piece is None else next(found).ids, dtype=numpy.uint16) for piece in paragraphs]
+    encoder, ids = Tokenizer.from_str(tokenizer), []
+    for text in texts:
+        paragraphs = re.findall(r"(?s).{1,20000}(?:\n|$)|.{1,20000}", text)
+        ids += [numpy.array(row.ids, dtype=numpy.uint16) for row in encoder.encode_batch_fast(paragraphs)]
+        ids.append(numpy.zeros(1, numpy.uint16))
     return torch.from_numpy(numpy.concatenate(ids) if ids else numpy.zeros(0, numpy.uint16))
 
 
@@ -156,3 +157,7 @@ def places(num_tokens: int, num: int, seq_len: int, seed: int) -> torch.Tensor:
         count = (num_tokens - 1 - phase) // seq_len
         made.append(torch.randperm(count, generator=generator, device="cpu") * seq_len + phase)
     return torch.cat(made)[:num]
+
+
+if __name__ == "__main__":
+    load(Path(sys.argv[1]))

@@ -48,7 +48,7 @@ class Scape:
         self._mean, self._own = torch.zeros_like(initial), torch.zeros_like(initial)
         self._chosen = torch.zeros(copies.numel(), dtype=torch.bool, device=device)
         self._message = None
-        self.num_steps, self.positions = 0, None
+        self.num_steps, self.num_clipped, self.positions = 0, 0, None
         copies.copy_(initial)
 
     def is_dense(self, step: int) -> bool:
@@ -69,6 +69,7 @@ class Scape:
         self.group["lr"] = lr
         self.flat.advance_decay()
         factor = norms.clip_factor(math.fsum(squares) / self.workers, MAX_NORM)
+        self.num_clipped += factor < 1
         index = None if self.is_dense(step) else self.positions
         num = self.copies.numel() if index is None else self._num_sent
         values, size, flat = self._values.view(-1)[:self.workers * num].view(self.workers, num), self._size, self.flat
@@ -90,22 +91,24 @@ class Scape:
 
     def state(self) -> dict:
         flat = {name: getattr(self.flat, name) for name in self.STATE}
-        return {**flat, "residual": self.residual, "decay": self.flat.decay, "message": self._message, "num_steps": self.num_steps}
+        return {**flat, "residual": self.residual, "decay": self.flat.decay, "message": self._message, "num_steps": self.num_steps,
+                "num_clipped": self.num_clipped}
 
     def load(self, saved: dict) -> None:
         for name in self.STATE:
             getattr(self.flat, name).copy_(saved[name])
         self.residual.copy_(saved["residual"])
         self.flat.restore_decay(saved["decay"])
-        self.num_steps, self._message, self.positions = saved["num_steps"], saved["message"], None
+        self.num_steps, self.num_clipped, self._message, self.positions = saved["num_steps"], saved["num_clipped"], saved["message"], None
         self.copies.copy_(self.flat.weight)         # they are the rounded masters at all times
 
     def report(self) -> dict:
         """How old and how far the coordinates are; after the last step."""
         ages = self.flat.ages(self.num_steps)
         largest = max(int(ages[start:stop].max()) for start, stop, _ in self._segments)
-        return {"largest_age": largest, "mean_age": float(ages.float().mean()),
-                "share_sent": self._num_sent / self.copies.numel(), "residual_norm": float(self.residual.norm() / self.workers ** 0.5)}
+        return {"largest_age": largest, "mean_age": float(ages.float().mean()), "share_sent": self._num_sent / self.copies.numel(),
+                "residual_norm": float(self.residual.norm() / self.workers ** 0.5),
+                "share_clipped": self.num_clipped / max(1, self.num_steps)}
 
 
 class Dense:
@@ -116,7 +119,6 @@ class Dense:
         self.mean = torch.zeros_like(initial)
         self._kernels, self._adamw = loader.choose("best", copies.device.type), None
         if name == "adamw":
-            # lr as a number of the device: a graph or a fused kernel would keep it.
             self._adamw = torch.optim.AdamW([self.weight], lr=0.0, betas=BETAS, eps=1e-8, weight_decay=WEIGHT_DECAY,
                                             fused=copies.device.type == "cuda")
         copies.copy_(initial)
@@ -127,7 +129,6 @@ class Dense:
     def step(self, gradients: torch.Tensor, lr: float, squares=None) -> None:
         self.num_steps += 1
         mean_of_rows(gradients, self.mean)
-        # In double where that is cheap; the norm only scales.
         norm = torch.linalg.vector_norm(self.mean)
         self.mean.mul_(torch.clamp(MAX_NORM / norm, max=1.0))
         if self._adamw is None:

@@ -62,14 +62,14 @@ class Data:
         del scale
         self.max_age = int(MAX_AGE_FACTOR / density)
         ages = torch.rand(numel, generator=generator, device=device)
-        self.last_sync = (1000 - (-ages.log() / density).clamp(max=self.max_age + 2)).to(torch.int32)
+        self.last_sync = (1000 - (-ages.log() / density).clamp(max=self.max_age + 2)).to(torch.int16)
         self.last_step = torch.full_like(self.last_sync, 1000)          # as after a step without masks
         del ages
         self.segments = segments_of(numel, density)
         self.dense = tuple((s.start, s.stop) for s in self.segments if s.is_dense)
         best = loader.choose("best", device)        # whose results are compared with the reference's below
         self.chosen = best.select(self.residual, self.square, self.last_sync, 1000, self.max_age, self.segments)
-        self.index = self.chosen.nonzero().view(-1)
+        self.index = self.chosen.nonzero().view(-1).to(reference.position_dtype((numel,)))
         self.k = len(self.index)
         self.max_ones = sum(s.num_sent for s in self.segments if not s.is_dense)
         self.encoding = "bits" if -(-numel // 8) < reference.index_bytes(numel, self.max_ones) else "indices"
@@ -101,21 +101,21 @@ def _enter(k, d, gradient, square):
 
 
 OPS = (
-    Op("enter (fp32 gradient)", lambda k, d: _enter(k, d, d.gradient, None), lambda d: 12 * d.numel + 10 * d.k, ("residual", "values")),
-    Op("enter (bf16 gradient)", lambda k, d: _enter(k, d, d.gradient_bf16, None), lambda d: 10 * d.numel + 10 * d.k,
+    Op("enter (fp32 gradient)", lambda k, d: _enter(k, d, d.gradient, None), lambda d: 12 * d.numel + 6 * d.k, ("residual", "values")),
+    Op("enter (bf16 gradient)", lambda k, d: _enter(k, d, d.gradient_bf16, None), lambda d: 10 * d.numel + 6 * d.k,
        ("residual", "values")),
-    Op("enter and q", lambda k, d: _enter(k, d, d.gradient, d.square), lambda d: 20 * d.numel + 10 * d.k, ("residual", "values", "square")),
-    Op("select", lambda k, d: k.select(d.residual, d.square, d.last_sync, 1000, d.max_age, d.segments), lambda d: 13 * d.numel),
-    Op("owner_step", lambda k, d: _owner(k, d, d.last_sync, d.index, d.mean, d.values), lambda d: 14 * d.k + 6 * _lines(d, 4),
-       ("weight", "momentum", "last_sync", "values")),
-    Op("owner_step, all", lambda k, d: _owner(k, d, d.last_step, None, d.gradient, d.copies), lambda d: 30 * d.numel,
+    Op("enter and q", lambda k, d: _enter(k, d, d.gradient, d.square), lambda d: 20 * d.numel + 6 * d.k, ("residual", "values", "square")),
+    Op("select", lambda k, d: k.select(d.residual, d.square, d.last_sync, 1000, d.max_age, d.segments), lambda d: 11 * d.numel),
+    Op("owner_step", lambda k, d: _owner(k, d, d.last_sync, d.index, d.mean, d.values),
+       lambda d: 10 * d.k + 4 * _lines(d, 4) + 2 * _lines(d, 2), ("weight", "momentum", "last_sync", "values")),
+    Op("owner_step, all", lambda k, d: _owner(k, d, d.last_step, None, d.gradient, d.copies), lambda d: 26 * d.numel,
        ("weight", "momentum", "last_step", "copies")),
     Op("dense_step", lambda k, d: k.dense_step(d.weight, d.momentum, d.gradient, lr=1e-3, kept=0.9, taken=0.1, beta2=0.95, eps=1e-6,
                                                decay=0.9999), lambda d: 20 * d.numel, ("weight", "momentum")),
-    Op("scatter", lambda k, d: k.scatter(d.copies, d.index, d.values), lambda d: 10 * d.k + 2 * _lines(d, 2), ("copies",)),
+    Op("scatter", lambda k, d: k.scatter(d.copies, d.index, d.values), lambda d: 6 * d.k + 2 * _lines(d, 2), ("copies",)),
     Op("pack_mask", lambda k, d: k.pack_mask(d.chosen, d.dense, d.encoding, d.max_ones), lambda d: d.numel + d.message.numel()),
     Op("unpack_mask", lambda k, d: k.unpack_mask(d.message, d.numel, d.dense, d.encoding, (d.numel,), (d.k,))[0][0],
-       lambda d: d.message.numel() + 8 * d.k),
+       lambda d: d.message.numel() + 4 * d.k),
 )
 
 

@@ -25,10 +25,31 @@ inline i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 __device__ __forceinline__ u16 to_bf16(float value) { return (u16)floats_to_bf16x2(value, 0.0f); }
 __device__ __forceinline__ u16 to_half(float value) { return (u16)floats_to_halfx2(value, 0.0f); }
 
-__device__ __forceinline__ float load_float(const void* from, i64 i, int dtype) {
-    if (dtype == kFp32) return ((const float*)from)[i];
-    const u32 bits = ((const u16*)from)[i];
-    return dtype == kBf16 ? bf16_to_float(bits) : half_to_float(bits);
+// An element as it lies in memory, and what it says. Apart, so that a thread asks for all its elements before it needs one of them.
+__device__ __forceinline__ u32 load_raw(const void* from, i64 i, int dtype) {
+    return dtype == kFp32 ? ((const u32*)from)[i] : ((const u16*)from)[i];
+}
+__device__ __forceinline__ float float_of(u32 raw, int dtype) {
+    return dtype == kFp32 ? __uint_as_float(raw) : dtype == kBf16 ? bf16_to_float(raw) : half_to_float(raw);
+}
+__device__ __forceinline__ i64 load_position(const void* index, i64 i, int bytes) {
+    return bytes == 4 ? (i64)((const u32*)index)[i] : ((const i64*)index)[i];
+}
+// Of a synchronisation's step, kept in 4 bytes or 2 (calls.h).
+__device__ __forceinline__ u32 load_last(const void* last_sync, i64 i, int bytes) {
+    return bytes == 4 ? ((const u32*)last_sync)[i] : ((const u16*)last_sync)[i];
+}
+__device__ __forceinline__ int age_of(u32 last, int bytes, int step) {
+    return bytes == 4 ? step - (int)last : (int)(u16)((u32)step - last);
+}
+
+// Four neighbours of 4 bytes, at once; `from` and `to` are aligned to 16.
+__device__ __forceinline__ void load_four(u32* to, const void* from) {
+    const uint4 four = *(const uint4*)from;
+    to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+}
+__device__ __forceinline__ void store_four(float* to, const float* from) {
+    *(uint4*)to = make_uint4(bits_of(from[0]), bits_of(from[1]), bits_of(from[2]), bits_of(from[3]));
 }
 
 // Rounds to nearest even; returns what a reader will read.

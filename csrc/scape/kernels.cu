@@ -8,26 +8,37 @@
 
 using namespace scape;
 
+static bool is_aligned(const void* p, u32 bytes) { return (uintptr_t)p % bytes == 0; }
+
+template <int kGradient>
+static int enter_of(const Enter& c, cudaStream_t stream) {
+    const i64 grid = ceil_div(c.num, kTile);
+    if (is_aligned(c.residual, 16) && is_aligned(c.gradient, kGradient == kFp32 ? 16 : 8))
+        SCAPE_LAUNCH((enter_kernel<kGradient, true>), grid, kThreads, stream, c);
+    else
+        SCAPE_LAUNCH((enter_kernel<kGradient, false>), grid, kThreads, stream, c);
+    return last_error();
+}
+
 extern "C" {
 
-// Sizes of Enter, Select, Owner, Dense, Tile, Search, Scratch, Range and Fill, to be compared with the caller's.
+// Sizes of Enter, Select, Owner, Dense, Group, Search, Scratch, Range and Fill, to be compared with the caller's.
 int scape_cuda_struct_size(int number) {
-    const int sizes[] = {sizeof(Enter), sizeof(Select), sizeof(Owner), sizeof(Dense), sizeof(Tile), sizeof(Search), sizeof(Scratch),
+    const int sizes[] = {sizeof(Enter), sizeof(Select), sizeof(Owner), sizeof(Dense), sizeof(Group), sizeof(Search), sizeof(Scratch),
                          sizeof(Range), sizeof(Fill)};
     return sizes[number];
 }
 
 int scape_cuda_enter(const Enter* c, cudaStream_t stream) {
     if (!c->num || (!c->gradient && !c->values)) return 0;
-    if (c->gradient)
-        SCAPE_LAUNCH(enter_kernel<true>, ceil_div(c->num, kTile), kThreads, stream, *c);
-    else if (c->index && !c->num_index)
-        return 0;
-    else if (c->index)
-        SCAPE_LAUNCH(take_kernel, ceil_div(c->num_index, kThreads), kThreads, stream, *c);
-    else
-        SCAPE_LAUNCH(enter_kernel<false>, ceil_div(c->num, kTile), kThreads, stream, *c);
-    return last_error();
+    if (!c->gradient && c->index) {
+        if (c->num_index) SCAPE_LAUNCH(take_kernel, ceil_div(c->num_index, kThreads), kThreads, stream, *c);
+        return last_error();
+    }
+    if (!c->gradient) return enter_of<-1>(*c, stream);
+    return c->gradient_dtype == kFp32   ? enter_of<kFp32>(*c, stream)
+           : c->gradient_dtype == kBf16 ? enter_of<kBf16>(*c, stream)
+                                        : enter_of<kFp16>(*c, stream);
 }
 
 int scape_cuda_track_square(const Enter* c, cudaStream_t stream) {
@@ -48,11 +59,15 @@ int scape_cuda_scatter(void* target, const void* index, int index_bytes, const v
 
 int scape_cuda_owner_step(const Owner* c, cudaStream_t stream) {
     if (!c->num) return 0;
-    const i64 grid = ceil_div(c->num, kThreads * kStepPer);
-    if (c->decay)
-        SCAPE_LAUNCH(owner_kernel<true>, grid, kThreads, stream, *c);
+    const i64 grid = ceil_div(c->num, kThreads * (c->index ? 1 : kStepPer));
+    if (c->index && c->decay)
+        SCAPE_LAUNCH((owner_kernel<true, 1>), grid, kThreads, stream, *c);
+    else if (c->index)
+        SCAPE_LAUNCH((owner_kernel<false, 1>), grid, kThreads, stream, *c);
+    else if (c->decay)
+        SCAPE_LAUNCH((owner_kernel<true, kStepPer>), grid, kThreads, stream, *c);
     else
-        SCAPE_LAUNCH(owner_kernel<false>, grid, kThreads, stream, *c);
+        SCAPE_LAUNCH((owner_kernel<false, kStepPer>), grid, kThreads, stream, *c);
     return last_error();
 }
 
@@ -67,24 +82,21 @@ int scape_cuda_dense_step(const Dense* c, cudaStream_t stream) {
 }
 
 // fills: the parts of c->chosen that no search decides. ctas: as many as the device can have at once, two on a multiprocessor.
-int scape_cuda_select(const Select* c, const Scratch* s, i64 num_searches, const Fill* fills, i64 num_fills, int ctas, cudaStream_t stream) {
+int scape_cuda_select(const Select* c, const Scratch* scratch, i64 num_searches, const Fill* fills, i64 num_fills, int ctas,
+                      cudaStream_t stream) {
     if (num_fills) SCAPE_LAUNCH(fill_bytes_kernel, num_fills, kThreads, stream, c->chosen, fills);
     if (!num_searches) return last_error();
-    const i64 grid = s->num_tiles < (i64)ctas * kSelectWarps ? ceil_div(s->num_tiles, kSelectWarps) : ctas;
+    Scratch s = *scratch;
+    s.by_fours = is_aligned(c->rank_by, 16) && is_aligned(c->square, 16) && is_aligned(c->last_sync, 4 * c->last_bytes) &&
+                 is_aligned(c->chosen, 4);
+    const i64 grid = s.num_tiles < (i64)ctas * kSelectWarps ? ceil_div(s.num_tiles, kSelectWarps) : ctas;
     for (int again = 0; again < 2; ++again) {
-        SCAPE_LAUNCH(sample_kernel, grid, kSelectThreads, stream, *c, *s, again != 0);
-        SCAPE_LAUNCH(bracket_kernel, num_searches, kSelectThreads, stream, *s, again != 0);
-        SCAPE_LAUNCH(choose_kernel, grid, kSelectThreads, stream, *c, *s, again != 0);
-        SCAPE_LAUNCH(settle_first_kernel, num_searches, kWarp, stream, *s, again != 0);
+        SCAPE_LAUNCH(sample_kernel, grid, kSelectThreads, stream, *c, s, again != 0);
+        SCAPE_LAUNCH(choose_kernel, grid, kSelectThreads, stream, *c, s, again != 0);
     }
-    const i64 lanes = ceil_div(s->num_tiles, kThreads);
-    for (int digit = 1; digit < kDigits; ++digit) {
-        SCAPE_LAUNCH(digit_kernel, lanes, kThreads, stream, *c, *s, digit);
-        SCAPE_LAUNCH(settle_kernel, num_searches, kSelectThreads, stream, *s, digit);
-    }
-    SCAPE_LAUNCH(equal_kernel, lanes, kThreads, stream, *c, *s);
-    SCAPE_LAUNCH(rank_kernel, num_searches, kSelectThreads, stream, *s);
-    SCAPE_LAUNCH(finish_kernel, lanes, kThreads, stream, *c, *s);
+    SCAPE_LAUNCH(digit_kernel, s.num_groups, kThreads, stream, *c, s);
+    SCAPE_LAUNCH(equal_kernel, s.num_groups, kThreads, stream, *c, s);
+    SCAPE_LAUNCH(finish_kernel, s.num_groups, kThreads, stream, *c, s);
     return last_error();
 }
 

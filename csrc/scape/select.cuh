@@ -1,12 +1,15 @@
 // Exactly k per segment, without a tensor of scores, all segments at once: keys (rule.h) are computed where they are looked at.
 //
-//   sample    counts the first digits of every 16th line of a large segment, of all of a small one
-//   bracket   a few values of the first digit between which the k-th largest key must lie, or, from a sample, very likely does
-//   choose    one pass over everything: chosen above the bracket, not below it; keys inside are noted down and their first digits counted
-//   settle    the first digit, if the bracket was right; where it was not, the four steps are done again without sampling
-//   count     the second and the third digit, over what was noted
-//   rank      equal keys by lowest index
+//   sample    counts the first digits of every 16th line of a large segment, of all of a small one. From them: a few values of the first
+//             digit between which the k-th largest key must lie, or, from a sample, very likely does: the bracket
+//   choose    one pass over everything: chosen above the bracket, not below it; keys inside are noted down, and their first two digits
+//             counted. From them: these digits of the k-th, if the bracket was right; where it was not, both steps are done again
+//             without sampling
+//   digit     the third digit, over what was noted
+//   equal     equal keys: how many before each tile, where not all of them are taken
 //   finish    chosen or not, for what was noted
+//
+// What follows from a search's counts is worked out by the CTA that is the last to add to them.
 #ifndef SCAPE_SELECT_CUH
 #define SCAPE_SELECT_CUH
 
@@ -17,63 +20,41 @@ namespace scape {
 // Takes part of the searches that have to be done again only, or of all.
 __device__ __forceinline__ bool is_skipped(const Search& search, bool again) { return again && !search.again; }
 
-// The keys of every 16th line of a search's elements, another one in every tile, eight lines at a time.
+// The keys of every 16th line of a search's elements, another one in every tile, for eight tiles. The few elements before the first one may
+// be counted with it.
 template <class Visit>
-__device__ __forceinline__ void sampled_keys(const Select& c, const Search& search, i64 start, i64 line, const Visit& visit) {
-    constexpr u32 kAhead = 8, kLines = kTileElems / kWarp / kSampleStep;        // sampled lines of a tile
-    float r[kAhead], q[kAhead];
-    int age[kAhead];
+__device__ __forceinline__ void sampled_keys(const Select& c, const Search& search, i64 tile, const Visit& visit) {
+    constexpr u32 kTiles = 8;
+    static_assert(kTileElems / kWarp == kSampleStep, "one line in a tile");
+    u32 r[kTiles], q[kTiles], last[kTiles];
+    const auto place = [&](u32 j) { return search.start + (tile + j) * kTileElems + (tile + j) % kSampleStep * kWarp + lane_id(); };
 #pragma unroll
-    for (u32 j = 0; j < kAhead; ++j) {
-        const i64 tile = (line + j) / kLines, place = tile % kSampleStep + (line + j) % kLines * kSampleStep;
-        const i64 at = tile * kTileElems + place * kWarp + lane_id();
-        r[j] = q[j] = 0.0f, age[j] = -1;
-        if (at >= search.numel) continue;
-        r[j] = c.rank_by[start + at];
-        age[j] = age_at(c.last_sync, start + at, c.last_bytes, c.step);
-        if (c.square) q[j] = c.square[start + at];
+    for (u32 j = 0; j < kTiles; ++j) {
+        const i64 at = place(j);
+        r[j] = q[j] = last[j] = 0;
+        if (at >= search.end) continue;
+        r[j] = bits_of(c.rank_by[at]);
+        if (c.square) q[j] = bits_of(c.square[at]);
+        last[j] = load_last(c.last_sync, at, c.last_bytes);
     }
 #pragma unroll
-    for (u32 j = 0; j < kAhead; ++j)
-        visit(age[j] >= 0, sort_key(c.square ? residual_score(r[j], q[j]) : r[j], age[j] >= c.max_age));
-}
-
-__global__ void __launch_bounds__(kSelectThreads, 2) sample_kernel(const Select c, const Scratch s, bool again) {
-    __shared__ u32 histogram[8192];
-    constexpr u32 kLines = kTileElems / kWarp / kSampleStep, kTiles = 8 / kLines;
-    const auto count = [&](bool valid, u32 key) {
-        if (valid) atomicAdd(&histogram[key >> kLowBits], 1u);
-    };
-    over_tiles(s, histogram, 8192, [&](const Search& search) { return is_skipped(search, again); },
-               [&](i64 t, i64 stop, const Search& search) {
-                   if (is_sampled(search)) {
-                       const i64 start = s.tiles[search.first_tile].start, first = t - search.first_tile;
-                       for (i64 tile = warp_id() * kTiles; tile < stop - t; tile += kSelectWarps * kTiles) {
-                           const i64 left = stop - t - tile;
-                           u32 j = 0;
-                           sampled_keys(c, search, start, (first + tile) * kLines, [&](bool valid, u32 key) {
-                               count(valid && (i64)(j++ / kLines) < left, key);
-                           });
-                       }
-                       return;
-                   }
-                   for (i64 tile = t + warp_id(); tile < stop; tile += kSelectWarps)
-                       tile_keys(c, s.tiles[tile], [&](bool valid, u32 key, u32) { count(valid, key); });
-               },
-               [](int) {});
+    for (u32 j = 0; j < kTiles; ++j) {
+        const float score = c.square ? residual_score(with_bits(r[j]), with_bits(q[j])) : with_bits(r[j]);
+        visit(j, place(j) < search.end, sort_key(score, age_of(last[j], c.last_bytes, c.step) >= c.max_age));
+    }
 }
 
 // Sums of a histogram from the top: `found(d, sum of the counts above d, count of d)` is called, by one thread, for the largest d at which
-// the sum with d reaches `rank` >= 1. Never called if there are not so many.
+// the sum with d reaches `rank` >= 1. Never called if there are not so many. `size`: a multiple of the number of threads, who all call it.
 template <class Found>
 __device__ __forceinline__ void find_from_top(const u32* histogram, u32 size, i64 rank, u32* shared, const Found& found) {
-    const u32 per = size / kSelectThreads, top = size - threadIdx.x * per;     // this thread: top - per .. top - 1
+    const u32 per = size / blockDim.x, top = size - threadIdx.x * per;     // this thread: top - per .. top - 1
     u32 own = 0, total;
-    for (u32 j = 1; j <= per; ++j) own += histogram[top - j];
+    for (u32 j = 1; j <= per; ++j) own += load_fresh(&histogram[top - j]);
     i64 above = scan_cta(own, shared, total);
     if (above >= rank || above + own < rank) return;
     for (u32 j = 1; j <= per; ++j) {
-        const u32 count = histogram[top - j];
+        const u32 count = load_fresh(&histogram[top - j]);
         if (above + count >= rank) {
             found(top - j, above, count);
             return;
@@ -82,13 +63,14 @@ __device__ __forceinline__ void find_from_top(const u32* histogram, u32 size, i6
     }
 }
 
-// A CTA for each search, after sample_kernel.
-__global__ void __launch_bounds__(kSelectThreads) bracket_kernel(const Scratch s, bool again) {
+__device__ __forceinline__ void clear(u32* histogram, u32 size) {
+    __syncthreads();
+    for (u32 d = threadIdx.x; d < size; d += blockDim.x) histogram[d] = 0;
+}
+
+__device__ __forceinline__ void set_bracket(Search& search, u32* histogram) {
     __shared__ u32 shared[kSelectWarps];
     __shared__ u32 ends[2];
-    Search& search = s.searches[blockIdx.x];
-    if (is_skipped(search, again)) return;
-    u32* const histogram = s.histograms + (i64)blockIdx.x * digit_size(0);
     i64 low_rank = search.count, high_rank = search.count;
     if (is_sampled(search)) {
         // The rank in the sample, give or take five times what chance makes of it.
@@ -100,8 +82,7 @@ __global__ void __launch_bounds__(kSelectThreads) bracket_kernel(const Scratch s
     __syncthreads();
     find_from_top(histogram, digit_size(0), low_rank, shared, [&](u32 d, i64, u32) { ends[0] = d; });
     find_from_top(histogram, digit_size(0), high_rank, shared, [&](u32 d, i64, u32) { ends[1] = d; });
-    __syncthreads();
-    for (u32 d = threadIdx.x; d < digit_size(0); d += kSelectThreads) histogram[d] = 0;
+    clear(histogram, digit_size(0));
     if (threadIdx.x == 0) {
         search.lo = ends[0], search.hi = ends[1];
         if (search.hi - search.lo >= kBracket) search.hi = search.lo + kBracket - 1;     // found wrong, most likely
@@ -109,152 +90,181 @@ __global__ void __launch_bounds__(kSelectThreads) bracket_kernel(const Scratch s
     }
 }
 
-__global__ void __launch_bounds__(kSelectThreads, 2) choose_kernel(const Select c, const Scratch s, bool again) {
-    __shared__ u32 histogram[kSelectThreads];       // of first digits inside the bracket
-    __shared__ u32 above;
-    if (threadIdx.x == 0) above = 0;
-    over_tiles(s, histogram, kBracket, [&](const Search& search) { return is_skipped(search, again); },
-               [&](i64 first, i64 stop, const Search& search) {
-                   for (i64 t = first + warp_id(); t < stop; t += kSelectWarps) {
-                       const Tile tile = s.tiles[t];
-                       u32 num = 0, chosen_above = 0;
-                       tile_keys(c, tile, [&](bool valid, u32 key, u32 at) {
-                           const u32 digit = key >> kLowBits, place = digit - search.lo;
-                           const bool is_above = valid && digit > search.hi, is_inside = valid && in_bracket(search, key);
-                           if (valid) c.chosen[tile.start + at] = is_above;
-                           chosen_above += is_above;
-                           const u32 inside = __ballot_sync(kAllLanes, is_inside);
-                           if (is_inside) {
-                               const u32 i = num + __popc(inside & ((1u << lane_id()) - 1));
-                               if (i < kMaxNotes) s.notes[t * kMaxNotes + i] = at << 22 | place << kLowBits | (key & kLowMask);
-                               atomicAdd(&histogram[place], 1u);
-                           }
-                           num += __popc(inside);
-                       });
-                       chosen_above = __reduce_add_sync(kAllLanes, chosen_above);
-                       if (lane_id() == 0) {
-                           s.num_notes[t] = num;
-                           if (chosen_above) atomicAdd(&above, chosen_above);
-                       }
+__global__ void __launch_bounds__(kSelectThreads, 2) sample_kernel(const Select c, const Scratch s, bool again) {
+    __shared__ u32 histogram[8192];
+    const auto count = [&](bool valid, u32 key) {
+        if (valid) atomicAdd(&histogram[key >> kLowBits], 1u);
+    };
+    over_tiles(s, histogram, [&](const Search& search) { return is_skipped(search, again); },
+               [&](i64 t, i64 stop, const Search& search) {
+                   if (is_sampled(search)) {
+                       for (i64 tile = t + warp_id() * 8; tile < stop; tile += kSelectWarps * 8)
+                           sampled_keys(c, search, tile - search.first_tile, [&](u32 j, bool valid, u32 key) {
+                               count(valid && tile + j < stop, key);
+                           });
+                       return;
                    }
+                   for (i64 tile = t + warp_id(); tile < stop; tile += kSelectWarps)
+                       tile_keys(c, s, tile_of(search, tile), [&](u32 valid, const u32 (&key)[4], u32) {
+                           for (u32 e = 0; e < 4; ++e) count(valid >> e & 1, key[e]);
+                       });
                },
-               [&](int number) {
-                   if (threadIdx.x == 0 && above) atomicAdd(&s.searches[number].above, above), above = 0;
-               });
+               set_bracket);
 }
 
-// The first digit, after choose_kernel.
-__global__ void __launch_bounds__(kSelectThreads) settle_first_kernel(const Scratch s, bool again) {
-    Search& search = s.searches[blockIdx.x];
-    if (threadIdx.x != 0 || is_skipped(search, again)) return;
-    u32* const histogram = s.histograms + (i64)blockIdx.x * digit_size(0);
-    i64 wanted = search.count - search.above;
-    search.again = 1;
-    if (wanted > 0)
-        for (u32 place = search.hi - search.lo + 1; place--;) {
-            if (histogram[place] >= wanted) {
-                search.again = 0;
-                search.prefix = (search.lo + place) << kLowBits, search.wanted = wanted;
-                break;
-            }
-            wanted -= histogram[place];
-        }
-    for (u32 place = 0; place < kBracket; ++place) histogram[place] = 0;
-}
-
-// The histogram of the second or third digit (1, 2). In the later steps every lane has a tile.
-__global__ void __launch_bounds__(kThreads) digit_kernel(const Select c, const Scratch s, int digit) {
-    const Lane own(s, (i64)blockIdx.x * kThreads + threadIdx.x);
-    const int shift = digit_shift(digit), settled = digit_shift(digit - 1);
-    const u32 size = digit_size(digit);
-    const auto histogram_of = [&](const Search& search) { return s.histograms + (&search - s.searches) * (i64)digit_size(0); };
-    if (own.is_noted()) {
-        u32* const histogram = histogram_of(*own.search);
-        const u32 prefix = own.search->prefix;
-        own.each_note(s, [&](u32 key, u32) {
-            if (key >> settled == prefix >> settled) atomicAdd(&histogram[key >> shift & (size - 1)], 1u);
-        });
-    }
-    each_full_tile(s, own, [&](const Tile& tile, const Search& search, u32) {
-        u32* const histogram = s.histograms + (i64)tile.search * digit_size(0);
-        tile_keys(c, tile, [&](bool valid, u32 key, u32) {
-            const bool asked = valid && key >> settled == search.prefix >> settled;
-            const u32 mine = key >> shift & (size - 1), askers = __ballot_sync(kAllLanes, asked);
-            if (!askers) return;
-            // Most often all are the same: then one lane counts for all.
-            const u32 leader = (u32)__ffs((int)askers) - 1, common = __shfl_sync(kAllLanes, mine, leader);
-            const u32 same = __ballot_sync(kAllLanes, asked && mine == common);
-            if (lane_id() == leader) atomicAdd(&histogram[common], (u32)__popc(same));
-            if (asked && mine != common) atomicAdd(&histogram[mine], 1u);
-        });
-    });
-}
-
-__global__ void __launch_bounds__(kSelectThreads) settle_kernel(const Scratch s, int digit) {
+// The first two digits, from the counts inside the bracket.
+__device__ __forceinline__ void settle_two(Search& search, u32* histogram) {
     __shared__ u32 shared[kSelectWarps];
-    Search& search = s.searches[blockIdx.x];
-    u32* const histogram = s.histograms + (i64)blockIdx.x * digit_size(0);
-    const i64 wanted = search.wanted;
+    const i64 wanted = search.count - (i64)load_fresh(&search.above);
+    const u32 lo = search.lo << (kLowBits - digit_shift(1));
+    if (threadIdx.x == 0) search.again = 1;
     __syncthreads();
-    find_from_top(histogram, digit_size(digit), wanted, shared, [&](u32 d, i64 above, u32 count) {
-        search.prefix |= d << digit_shift(digit), search.wanted = wanted - above, search.equal = count;
-    });
-    __syncthreads();
-    for (u32 d = threadIdx.x; d < digit_size(digit); d += kSelectThreads) histogram[d] = 0;
+    if (wanted > 0)
+        find_from_top(histogram, digit_size(0), wanted, shared, [&](u32 d, i64 above, u32) {
+            search.again = 0;
+            search.prefix = (lo + d) << digit_shift(1), search.wanted = wanted - above;
+        });
+    clear(histogram, digit_size(0));
 }
 
-// How many keys of every tile are the last one; not needed where all of them are taken.
+__global__ void __launch_bounds__(kSelectThreads, 2) choose_kernel(const Select c, const Scratch s, bool again) {
+    __shared__ u32 histogram[8192];       // of first two digits inside the bracket
+    static_assert(kBracket << (kLowBits - 9) == 8192, "");
+    over_tiles(s, histogram, [&](const Search& search) { return is_skipped(search, again); },
+               [&](i64 first, i64 stop, const Search& search) {
+                   const u32 lo = search.lo << (kLowBits - digit_shift(1));
+                   u32 above = 0;
+                   for (i64 t = first + warp_id(); t < stop; t += kSelectWarps) {
+                       const Tile tile = tile_of(search, t);
+                       u32* const notes = s.notes + t * kMaxNotes;
+                       u32 num = 0;
+                       tile_keys(c, s, tile, [&](u32 valid, const u32 (&key)[4], u32 at) {
+                           u32 bytes = 0, inside = 0, total;
+#pragma unroll
+                           for (u32 e = 0; e < 4; ++e) {
+                               const u32 digit = key[e] >> kLowBits;
+                               bytes |= (u32)(digit > search.hi) << 8 * e;
+                               inside |= (u32)(digit >= search.lo && digit <= search.hi) << e;
+                           }
+                           inside &= valid;
+                           if (valid == 15 && s.by_fours) {
+                               *(u32*)(c.chosen + tile.start + at) = bytes;
+                               above += __popc(bytes);
+                           } else {
+#pragma unroll
+                               for (u32 e = 0; e < 4; ++e) {
+                                   if (!(valid >> e & 1)) continue;
+                                   c.chosen[tile.start + at + e] = (u8)(bytes >> 8 * e & 1);
+                                   above += bytes >> 8 * e & 1;
+                               }
+                           }
+                           u32 i = num + before_fours(inside, total);
+                           num += total;
+#pragma unroll
+                           for (u32 e = 0; e < 4; ++e) {
+                               if (!(inside >> e & 1)) continue;
+                               const u32 place = (key[e] >> kLowBits) - search.lo;
+                               if (i < kMaxNotes) notes[i] = (at + e) << 22 | place << kLowBits | (key[e] & kLowMask);
+                               atomicAdd(&histogram[(key[e] >> digit_shift(1)) - lo], 1u);
+                               ++i;
+                           }
+                       });
+                       if (lane_id() == 0) s.num_notes[t] = num;
+                   }
+                   above = __reduce_add_sync(kAllLanes, above);
+                   if (lane_id() == 0 && above) atomicAdd(&s.searches[s.search_of_tile[first]].above, above);
+               },
+               settle_two);
+}
+
+// The histogram of the third digit. In this step and those after it a CTA has a group of tiles, a lane one of them.
+__global__ void __launch_bounds__(kThreads) digit_kernel(const Select c, const Scratch s) {
+    __shared__ u32 histogram[512], shared[kThreads / kWarp];
+    __shared__ u32 flag;
+    const Lane own(s);
+    Search& search = s.searches[own.group.search];
+    const u32 prefix = search.prefix >> digit_shift(1), size = digit_size(2);
+    clear(histogram, size);
+    __syncthreads();
+    const auto count = [&](bool valid, u32 key) {
+        if (valid && key >> digit_shift(1) == prefix) atomicAdd(&histogram[key & (size - 1)], 1u);
+    };
+    if (own.is_noted()) own.each_note(s, search.lo, [&](u32 key, u32) { count(true, key); });
+    own.each_full_tile(search, [&](const Tile& tile, u32) {
+        tile_keys(c, s, tile, [&](u32 valid, const u32 (&key)[4], u32) {
+            for (u32 e = 0; e < 4; ++e) count(valid >> e & 1, key[e]);
+        });
+    });
+    __syncthreads();
+    u32* const target = histogram_of(s, own.group.search);
+    for (u32 d = threadIdx.x; d < size; d += kThreads)
+        if (histogram[d]) atomicAdd(&target[d], histogram[d]);
+    if (!is_last(search, (u32)own.group.num, &flag)) return;
+    const i64 wanted = search.wanted;
+    find_from_top(target, size, wanted, shared, [&](u32 d, i64 above, u32 num) {
+        search.prefix |= d, search.wanted = wanted - above, search.equal = num;
+    });
+}
+
+// How many keys equal to the last one lie before every tile: in its group, and before that. Not needed where all of them are taken.
 __global__ void __launch_bounds__(kThreads) equal_kernel(const Select c, const Scratch s) {
-    Lane own(s, (i64)blockIdx.x * kThreads + threadIdx.x);
-    if (own.search->equal == own.search->wanted) own.num = 0;
-    u32 num = 0;
-    if (own.is_noted()) {
-        const u32 last = own.search->prefix;
-        own.each_note(s, [&](u32 key, u32) { num += key == last; });
-    }
-    each_full_tile(s, own, [&](const Tile& tile, const Search& search, u32 lane) {
+    __shared__ u32 shared[kThreads / kWarp];
+    __shared__ u32 flag;
+    const Lane own(s);
+    Search& search = s.searches[own.group.search];
+    if (search.equal == search.wanted) return;
+    const u32 last = search.prefix;
+    u32 num = 0, total;
+    if (own.is_noted()) own.each_note(s, search.lo, [&](u32 key, u32) { num += key == last; });
+    own.each_full_tile(search, [&](const Tile& tile, u32 lane) {
         u32 equal = 0;
-        tile_keys(c, tile, [&](bool valid, u32 key, u32) { equal += __popc(__ballot_sync(kAllLanes, valid && key == search.prefix)); });
+        tile_keys(c, s, tile, [&](u32 valid, const u32 (&key)[4], u32) {
+            for (u32 e = 0; e < 4; ++e) equal += (valid >> e & 1) && key[e] == last;
+        });
+        equal = __reduce_add_sync(kAllLanes, equal);
         if (lane_id() == lane) num = equal;
     });
-    if (own.t < s.num_tiles) s.num_equal[own.t] = num;
-}
-
-// Turns them into how many there are in the tiles before; a CTA for each search.
-__global__ void __launch_bounds__(kSelectThreads) rank_kernel(const Scratch s) {
-    __shared__ u32 shared[kSelectWarps];
-    const Search& search = s.searches[blockIdx.x];
-    if (search.equal == search.wanted) return;
+    const u32 before = scan_cta(num, shared, total);
+    if (own.has_tile()) s.num_equal[own.t] = before;
+    if (threadIdx.x == 0) s.equal_before[blockIdx.x] = total;
+    if (!is_last(search, (u32)own.group.num, &flag)) return;
+    const u32 num_groups = ((u32)search.num_tiles + kThreads - 1) / kThreads;
     u32 sum = 0;
-    for (i64 start = 0; start < search.num_tiles; start += kSelectThreads) {
-        const i64 i = start + threadIdx.x;
-        u32* const own = s.num_equal + search.first_tile + i;
-        u32 total;
-        const u32 before = scan_cta(i < search.num_tiles ? *own : 0, shared, total);
-        if (i < search.num_tiles) *own = sum + before;
+    for (u32 start = 0; start < num_groups; start += kThreads) {
+        const u32 i = start + threadIdx.x;
+        u32* const group = s.equal_before + search.first_group + i;
+        const u32 in_order = scan_cta(i < num_groups ? load_fresh(group) : 0, shared, total);
+        if (i < num_groups) *group = sum + in_order;
         sum += total;
     }
 }
 
 __global__ void __launch_bounds__(kThreads) finish_kernel(const Select c, const Scratch s) {
-    const Lane own(s, (i64)blockIdx.x * kThreads + threadIdx.x);
-    if (own.is_noted()) {
-        const u32 last = own.search->prefix;
-        i64 left = own.search->wanted;
-        if (own.num && own.search->equal != left) left -= s.num_equal[own.t];       // of the tiles before
-        own.each_note(s, [&](u32 key, u32 at) {
-            if (key > last || (key == last && left-- > 0)) c.chosen[own.tile.start + at] = 1;
+    const Lane own(s);
+    const Search search = s.searches[own.group.search];
+    const bool is_all = search.equal == search.wanted;
+    const u32 last = search.prefix;
+    const i64 before = is_all || !own.has_tile() ? 0 : (i64)s.equal_before[blockIdx.x] + s.num_equal[own.t];
+    if (own.is_noted() && own.num) {
+        const Tile tile = tile_of(search, own.t);
+        i64 left = search.wanted - before;
+        own.each_note(s, search.lo, [&](u32 key, u32 at) {
+            if (key > last || (key == last && left-- > 0)) c.chosen[tile.start + at] = 1;
         });
     }
-    each_full_tile(s, own, [&](const Tile& tile, const Search& search, u32 lane) {
-        const bool all = search.equal == search.wanted;
-        u32 before = all ? 0 : s.num_equal[own.t - lane_id() + lane];
-        tile_keys(c, tile, [&](bool valid, u32 key, u32 at) {
-            const u32 equal = __ballot_sync(kAllLanes, valid && key == search.prefix);
-            const u32 rank = before + __popc(equal & ((1u << lane_id()) - 1));
-            if (valid && in_bracket(search, key) && (key > search.prefix || (key == search.prefix && (all || rank < search.wanted))))
-                c.chosen[tile.start + at] = 1;
-            before += __popc(equal);
+    own.each_full_tile(search, [&](const Tile& tile, u32 lane) {
+        i64 left = search.wanted - (i64)__shfl_sync(kAllLanes, (u32)before, lane);        // fewer than 2^32 in a segment
+        tile_keys(c, s, tile, [&](u32 valid, const u32 (&key)[4], u32 at) {
+            u32 equal = 0, total;
+#pragma unroll
+            for (u32 e = 0; e < 4; ++e) equal |= (u32)((valid >> e & 1) && key[e] == last) << e;
+            i64 mine = left - before_fours(equal, total);
+#pragma unroll
+            for (u32 e = 0; e < 4; ++e) {
+                const bool is_taken = equal >> e & 1 ? mine-- > 0 : (valid >> e & 1) && in_bracket(search, key[e]) && key[e] > last;
+                if (is_taken) c.chosen[tile.start + at + e] = 1;
+            }
+            left -= total;
         });
     });
 }

@@ -1,7 +1,8 @@
 // How a selection (select.cuh) is divided among warps and lanes, and what it keeps between its steps.
 //
-// A tile of 1,024 elements belongs to a warp. It notes up to 128 keys as 10 bits of position, 3 of first digit (inside the bracket) and 19
-// bits of key; a tile with more (many equal keys) looks at its elements again in the later steps.
+// A tile of 512 elements belongs to a warp, which looks at four neighbours a lane at a time; tiles begin at multiples of four. A tile notes
+// up to 64 keys as 10 bits of position, 3 of first digit (inside the bracket) and 19 bits of key; one with more (many equal keys) looks at
+// its elements again in the later steps.
 #ifndef SCAPE_SELECT_TILES_CUH
 #define SCAPE_SELECT_TILES_CUH
 
@@ -9,84 +10,176 @@
 
 namespace scape {
 
-constexpr u32 kTileElems = 1024, kMaxNotes = 128, kBracket = 8;
+constexpr u32 kTileElems = 512, kMaxNotes = 64, kBracket = 8;
 constexpr u32 kSelectThreads = 512, kSelectWarps = kSelectThreads / kWarp;
+constexpr u32 kAtOnce = 4 * kWarp, kAhead = 2;              // elements that a warp looks at; and how many such it has on the way
 constexpr u32 kSampleStep = 16, kSampleFrom = 1 << 18;      // segments of so many elements are sampled, a line of 32 in 16
 constexpr u32 kLowBits = 19, kLowMask = (1u << kLowBits) - 1;
 
-struct Tile {
-    i64 start;
-    int num, search;
-};
-
-// A segment whose coordinates have to be chosen, and how far that is. Filled in by the kernels, but for the first line.
+// A segment whose coordinates have to be chosen, and how far that is. Filled in by the kernels, but for the first two lines.
 struct Search {
-    i64 first_tile, num_tiles, numel, count;
+    i64 start, end, count;                              // of its tiles, a multiple of four; one past its last element; to choose
+    int first_tile, num_tiles, first_group, skip;       // skip: elements between `start` and its first one
     i64 wanted;      // of the keys with the digits of `prefix`
     u32 prefix;      // digits that are settled
     u32 lo, hi;      // bracket, in values of the first digit
     u32 above;       // keys above the bracket
     u32 equal;       // keys that are the last one, where all digits are settled
     u32 again;       // the bracket was wrong
+    u32 num_done;    // tiles, in the present step
+    u32 unused;
+};
+
+// Tiles of one search whose notes a CTA looks at in the later steps, one a lane.
+struct Group {
+    int first_tile, num;
+    i64 search;
 };
 
 struct Scratch {
-    const Tile* tiles;
+    const int* search_of_tile;
+    const Group* groups;
     Search* searches;
     u32* histograms;     // [searches][8192], zeroed
     u32* notes;          // [tiles][kMaxNotes]
     u32* num_notes;      // [tiles]
     u32* num_equal;      // [tiles]
-    i64 num_tiles;
+    u32* equal_before;   // [groups]
+    i64 num_tiles, num_groups;
+    i64 by_fours;        // everything as long as the partition is aligned to four elements
 };
 
-__device__ __forceinline__ bool is_sampled(const Search& s) { return s.numel >= (i64)kSampleFrom && !s.again; }
+struct Tile {
+    i64 start;
+    u32 skip, num;       // its elements: start + skip .. start + num - 1
+};
 
-// Calls visit(is valid, key, place in the tile), as a warp, for the elements of a tile in order.
-template <class Visit>
-__device__ __forceinline__ void tile_keys(const Select& c, const Tile& tile, const Visit& visit) {
-    constexpr u32 kAhead = 8;
-    for (u32 line = 0; line * kWarp < (u32)tile.num; line += kAhead) {
-        float r[kAhead], q[kAhead];
-        int age[kAhead];
+__device__ __forceinline__ Tile tile_of(const Search& search, i64 t) {
+    const i64 start = search.start + (t - search.first_tile) * kTileElems, left = search.end - start;
+    return {start, t == search.first_tile ? (u32)search.skip : 0, left < (i64)kTileElems ? (u32)left : kTileElems};
+}
+
+__device__ __forceinline__ bool is_sampled(const Search& s) { return s.end - s.start >= (i64)kSampleFrom && !s.again; }
+
+// What other CTAs have written, or added up, in the same kernel.
+__device__ __forceinline__ u32 load_fresh(const u32* p) { return *(const volatile u32*)p; }
+
+#ifdef ZIPSCAPE_EMULATE
+__device__ __forceinline__ void fence() {}
+#else
+__device__ __forceinline__ void fence() { __threadfence(); }
+#endif
+
+// All threads, after what they wrote for `num` tiles of a search: whether all other tiles of it were done before. `shared`: a word.
+__device__ __forceinline__ bool is_last(Search& search, u32 num, u32* shared) {
+    fence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const bool last = atomicAdd(&search.num_done, num) + num == (u32)search.num_tiles;
+        if (last) search.num_done = 0;
+        *shared = last;
+    }
+    __syncthreads();
+    fence();
+    return *shared != 0;
+}
+
+// Four neighbours of a lane as they lie in memory, so that none of its loads waits for another.
+struct Four {
+    u32 r[4], q[4], last[4];        // last: two in a word where they have 2 bytes
+    u32 valid;                      // bit e: whether there is an element e
+
+    __device__ __forceinline__ void load(const Select& c, i64 at) {
+        valid = 15;
+        load_four(r, c.rank_by + at);
+        if (c.square) load_four(q, c.square + at);
+        if (c.last_bytes == 4) {
+            load_four(last, (const u32*)c.last_sync + at);
+        } else {
+            const uint2 two = *(const uint2*)((const u16*)c.last_sync + at);
+            last[0] = two.x, last[1] = two.y;
+        }
+    }
+    // Those of the tile only; `at` counts from its start.
+    __device__ __forceinline__ void load_some(const Select& c, const Tile& tile, u32 at) {
+        valid = 0;
 #pragma unroll
-        for (u32 j = 0; j < kAhead; ++j) {
-            const u32 at = (line + j) * kWarp + lane_id();
-            r[j] = q[j] = 0.0f, age[j] = 0;
-            if (at >= (u32)tile.num) continue;
-            r[j] = c.rank_by[tile.start + at];
-            age[j] = age_at(c.last_sync, tile.start + at, c.last_bytes, c.step);
-            if (c.square) q[j] = c.square[tile.start + at];
+        for (u32 e = 0; e < 4; ++e) {
+            r[e] = q[e] = last[e] = 0;
+            if (at + e < tile.skip || at + e >= tile.num) continue;
+            const i64 i = tile.start + at + e;
+            valid |= 1u << e;
+            r[e] = bits_of(c.rank_by[i]);
+            if (c.square) q[e] = bits_of(c.square[i]);
+            const u32 raw = load_last(c.last_sync, i, c.last_bytes);
+            if (c.last_bytes == 4)
+                last[e] = raw;
+            else
+                last[e / 2] |= raw << 16 * (e % 2);
+        }
+    }
+    __device__ __forceinline__ void keys(const Select& c, u32 (&key)[4]) const {
+#pragma unroll
+        for (u32 e = 0; e < 4; ++e) {
+            const u32 raw = c.last_bytes == 4 ? last[e] : last[e / 2] >> 16 * (e % 2);
+            const float score = c.square ? residual_score(with_bits(r[e]), with_bits(q[e])) : with_bits(r[e]);
+            key[e] = sort_key(score, age_of(raw, c.last_bytes, c.step) >= c.max_age);
+        }
+    }
+};
+
+// Calls visit(bits of those that are valid, four keys, place of the first in the tile), as a warp, for the elements of a tile in order.
+template <class Visit>
+__device__ __forceinline__ void tile_keys(const Select& c, const Scratch& s, const Tile& tile, const Visit& visit) {
+    const bool is_whole = s.by_fours && tile.skip == 0 && tile.num == kTileElems;
+    for (u32 first = 4 * lane_id(); first < tile.num + 4 * lane_id(); first += kAhead * kAtOnce) {
+        Four fours[kAhead];
+        if (is_whole) {
+#pragma unroll
+            for (u32 j = 0; j < kAhead; ++j) fours[j].load(c, tile.start + first + j * kAtOnce);
+        } else {
+#pragma unroll
+            for (u32 j = 0; j < kAhead; ++j) fours[j].load_some(c, tile, first + j * kAtOnce);
         }
 #pragma unroll
         for (u32 j = 0; j < kAhead; ++j) {
-            const u32 at = (line + j) * kWarp + lane_id();
-            const float score = c.square ? residual_score(r[j], q[j]) : r[j];
-            visit(at < (u32)tile.num, sort_key(score, age[j] >= c.max_age), at);
+            u32 key[4];
+            fours[j].keys(c, key);
+            visit(fours[j].valid, key, first + j * kAtOnce);
         }
     }
 }
 
-// What a lane that has a tile of its own works with in the later steps.
+// Of elements that are marked in the lanes' `mine` (bit e: its e-th of four), in order: how many lie before this lane's, and in all.
+__device__ __forceinline__ u32 before_fours(u32 mine, u32& total) {
+    u32 before = 0;
+    total = 0;
+#pragma unroll
+    for (u32 e = 0; e < 4; ++e) {
+        const u32 lanes = __ballot_sync(kAllLanes, mine >> e & 1);
+        before += __popc(lanes & ((1u << lane_id()) - 1));
+        total += __popc(lanes);
+    }
+    return before;
+}
+
+// What a lane works with in the later steps: a tile of the CTA's group, if there are as many.
 struct Lane {
+    Group group;
     i64 t;
-    Tile tile;
-    const Search* search;
     u32 num;        // of its notes; 0 where there is no tile, or none in question
 
-    __device__ __forceinline__ Lane(const Scratch& s, i64 t_) : t(t_), search(s.searches), num(0) {
-        if (t >= s.num_tiles) return;
-        tile = s.tiles[t];
-        search = s.searches + tile.search;
-        num = s.num_notes[t];
+    __device__ __forceinline__ Lane(const Scratch& s) : group(s.groups[blockIdx.x]) {
+        t = group.first_tile + (i64)threadIdx.x;
+        num = has_tile() ? s.num_notes[t] : 0;
     }
+    __device__ __forceinline__ bool has_tile() const { return threadIdx.x < (u32)group.num; }
     __device__ __forceinline__ bool is_noted() const { return num <= kMaxNotes; }
 
-    // visit(key, place) for every key that the tile noted, in order of places.
+    // visit(key, place) for every key that the tile noted, in order of places. lo: the bracket's.
     template <class Visit>
-    __device__ __forceinline__ void each_note(const Scratch& s, const Visit& visit) const {
+    __device__ __forceinline__ void each_note(const Scratch& s, u32 lo, const Visit& visit) const {
         const uint4* const row = (const uint4*)(s.notes + t * kMaxNotes);
-        const u32 lo = search->lo;
         for (u32 i = 0; i < num; i += 4) {
             const uint4 four = row[i / 4];
             const u32 notes[4] = {four.x, four.y, four.z, four.w};
@@ -95,43 +188,46 @@ struct Lane {
                 if (i + j < num) visit(((notes[j] >> kLowBits & (kBracket - 1)) + lo) << kLowBits | (notes[j] & kLowMask), notes[j] >> 22);
         }
     }
-};
-
-// Calls work(tile, search, its lane) as a warp for each of the warp's tiles that could not note all its keys.
-template <class Work>
-__device__ __forceinline__ void each_full_tile(const Scratch& s, const Lane& own, const Work& work) {
-    for (u32 full = __ballot_sync(kAllLanes, !own.is_noted()); full; full &= full - 1) {
-        const u32 lane = (u32)__ffs((int)full) - 1;
-        const Tile tile = s.tiles[own.t - lane_id() + lane];
-        work(tile, s.searches[tile.search], lane);
+    // work(tile, its lane), as a warp, for each of the warp's tiles that could not note all its keys.
+    template <class Work>
+    __device__ __forceinline__ void each_full_tile(const Search& search, const Work& work) const {
+        for (u32 full = __ballot_sync(kAllLanes, !is_noted()); full; full &= full - 1) {
+            const u32 lane = (u32)__ffs((int)full) - 1;
+            work(tile_of(search, t - lane_id() + lane), lane);
+        }
     }
-}
+};
 
 __device__ __forceinline__ bool in_bracket(const Search& search, u32 key) {
     return key >> kLowBits >= search.lo && key >> kLowBits <= search.hi;
 }
 
-// Runs work(first tile, end, search) over this CTA's share of all tiles, search after search, and adds the CTA's histogram of `size` counts
-// to the search's, then flush(search's number). Searches for which skip(search) holds are left out.
-template <class Skip, class Work, class Flush>
-__device__ __forceinline__ void over_tiles(const Scratch& s, u32* histogram, u32 size, const Skip& skip, const Work& work, const Flush& flush) {
+__device__ __forceinline__ u32* histogram_of(const Scratch& s, i64 search) { return s.histograms + search * digit_size(0); }
+
+// Runs work(first tile, end, search) over this CTA's share of all tiles, search after search, and adds the CTA's histogram of 8,192 counts
+// to the search's; the CTA that is the last at a search calls finish(search, its histogram). Searches for which skip(search) holds are left
+// out.
+template <class Skip, class Work, class Finish>
+__device__ __forceinline__ void over_tiles(const Scratch& s, u32* histogram, const Skip& skip, const Work& work, const Finish& finish) {
+    __shared__ u32 flag;
     i64 t = s.num_tiles * blockIdx.x / gridDim.x;
     const i64 end = s.num_tiles * (blockIdx.x + 1) / gridDim.x;
-    for (u32 d = threadIdx.x; d < size; d += kSelectThreads) histogram[d] = 0;
-    while (t < end) {
-        const int number = s.tiles[t].search;
+    bool is_clear = false;
+    for (int number = t < end ? s.search_of_tile[t] : 0; t < end; ++number) {
         const Search search = s.searches[number];
-        const i64 last = search.first_tile + search.num_tiles, stop = last < end ? last : end;
+        const i64 last = (i64)search.first_tile + search.num_tiles, stop = last < end ? last : end;
         if (!skip(search)) {
+            for (u32 d = threadIdx.x; d < digit_size(0) && !is_clear; d += kSelectThreads) histogram[d] = 0;
+            is_clear = true;
             __syncthreads();
             work(t, stop, search);
             __syncthreads();
-            u32* const target = s.histograms + (i64)number * digit_size(0);
-            for (u32 d = threadIdx.x; d < size; d += kSelectThreads) {
+            u32* const target = histogram_of(s, number);
+            for (u32 d = threadIdx.x; d < digit_size(0); d += kSelectThreads) {
                 const u32 count = histogram[d];
                 if (count) atomicAdd(&target[d], count), histogram[d] = 0;
             }
-            flush(number);
+            if (is_last(s.searches[number], (u32)(stop - t), &flag)) finish(s.searches[number], target);
         }
         t = stop;
     }

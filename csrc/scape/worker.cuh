@@ -7,62 +7,134 @@
 namespace scape {
 
 constexpr u32 kPerThread = 16, kTile = kThreads * kPerThread;  // elements of the residual that a CTA has in shared memory
-constexpr u32 kStepPer = 4;                                    // coordinates of a thread in the owner's steps
+constexpr u32 kStepPer = 4;                                    // coordinates of a thread in a dense step
 
-// kHasGradient: fresh gradients enter. Takes nothing, everything, or what lies at c.index.
-template <bool kHasGradient>
-__global__ void __launch_bounds__(kThreads) enter_kernel(const Enter c) {
-    __shared__ float tile[kTile];
+// The place in the tile of a thread's j-th element: neighbours by fours, which are read and written together, or a warp's side by side.
+template <bool kFours>
+__device__ __forceinline__ u32 place_of(u32 j) {
+    return kFours ? (threadIdx.x + j / 4 * kThreads) * 4 + j % 4 : threadIdx.x + j * kThreads;
+}
+
+// A thread's gradients of 2 or 4 bytes, as they lie in memory.
+template <int kDtype>
+struct RawOf {
+    static constexpr u32 kEach = kDtype > kFp32 ? 2 : 1;        // in a word
+    u32 words[kPerThread / kEach];
+
+    __device__ __forceinline__ void load_four(u32 j, const void* from, i64 at) {
+        if (kEach == 1) {
+            scape::load_four(words + j, (const u32*)from + at);
+        } else {
+            const uint2 four = *(const uint2*)((const u16*)from + at);
+            words[j / 2] = four.x, words[j / 2 + 1] = four.y;
+        }
+    }
+    __device__ __forceinline__ void set(u32 j, u32 raw) {
+        u32& word = words[j / kEach];
+        word = j % kEach ? word | raw << 16 : raw;
+    }
+    __device__ __forceinline__ u32 get(u32 j) const { return kEach == 1 ? words[j] : words[j / 2] >> 16 * (j % 2) & 0xffff; }
+};
+
+// kGradient: the dtype of fresh gradients that enter, or -1. Takes nothing, everything, or what lies at c.index. kFours: everything that is
+// as long as the residual is aligned to four elements.
+template <int kGradient, bool kFours>
+__global__ void __launch_bounds__(kThreads, 4) enter_kernel(const Enter c) {
+    __shared__ __align__(16) float tile[kTile];
     __shared__ i64 range[2];
+    constexpr bool kHasGradient = kGradient >= 0;
     const i64 start = (i64)blockIdx.x * kTile, left = c.num - start;
     const u32 num = left < (i64)kTile ? (u32)left : kTile;
-    float r[kPerThread], g[kPerThread];
+    const bool is_whole = kFours && num == kTile;
+    float r[kPerThread];
+    RawOf<kGradient> raw;
+    if (is_whole) {
 #pragma unroll
-    for (u32 j = 0; j < kPerThread; ++j) {
-        const u32 i = threadIdx.x + j * kThreads;
-        r[j] = g[j] = 0.0f;
-        if (i >= num) continue;
-        r[j] = c.residual[start + i];
-        if (kHasGradient) g[j] = load_float(c.gradient, start + i, c.gradient_dtype);
-    }
-    // While those are on their way.
-    if (c.index && warp_id() < 2) {
-        const i64 found = first_not_below(c.index, c.index_bytes, c.num_index, c.first + start + (warp_id() ? num : 0));
-        if (lane_id() == 0) range[warp_id()] = found;
-    }
-    if (kHasGradient) {
+        for (u32 j = 0; j < kPerThread; j += 4) {
+            const i64 at = start + place_of<kFours>(j);
+            load_four((u32*)r + j, c.residual + at);
+            if (kHasGradient) raw.load_four(j, c.gradient, at);
+        }
+    } else {
 #pragma unroll
         for (u32 j = 0; j < kPerThread; ++j) {
+            const u32 i = place_of<kFours>(j);
+            r[j] = i < num ? c.residual[start + i] : 0.0f;
+            if (kHasGradient) raw.set(j, i < num ? load_raw(c.gradient, start + i, kGradient) : 0);
+        }
+    }
+    // While those are on their way.
+    constexpr u32 kAhead = 2;
+    i64 next = 0, end = 0;
+    u32 taken[kAhead];
+    if (c.index) {
+        if (warp_id() < 2) {
+            const i64 found = first_not_below(c.index, c.index_bytes, c.num_index, c.first + start + (warp_id() ? num : 0));
+            if (lane_id() == 0) range[warp_id()] = found;
+        }
+        __syncthreads();
+        next = range[0] + threadIdx.x, end = range[1];
+#pragma unroll
+        for (u32 j = 0; j < kAhead; ++j)
+            taken[j] = next + j * kThreads < end ? (u32)(load_position(c.index, next + j * kThreads, c.index_bytes) - c.first - start) : 0;
+    }
+    if (kHasGradient) {
+        float g[kPerThread];
+#pragma unroll
+        for (u32 j = 0; j < kPerThread; ++j) {
+            g[j] = float_of(raw.get(j), kGradient);
             if (c.factor != 1.0f) g[j] = times(g[j], c.factor);
             r[j] = plus(r[j], g[j]);
         }
         if (c.square && start + num > c.own_start && start < c.own_start + c.own_num) {
+            const i64 first = start - c.own_start;
+            float* const square = c.square + first;             // of the tile's first element
+            if (is_whole && first >= 0 && first + kTile <= c.own_num && (u64)square % 16 == 0) {
+                float q[kPerThread];
 #pragma unroll
-            for (u32 j = 0; j < kPerThread; ++j) {
-                const u32 i = threadIdx.x + j * kThreads;
-                const i64 own = start + i - c.own_start;
-                if (i < num && own >= 0 && own < c.own_num) c.square[own] = tracked_square(c.square[own], g[j], c.beta2, c.rest2);
+                for (u32 j = 0; j < kPerThread; j += 4) load_four((u32*)q + j, square + place_of<kFours>(j));
+#pragma unroll
+                for (u32 j = 0; j < kPerThread; ++j) q[j] = tracked_square(q[j], g[j], c.beta2, c.rest2);
+#pragma unroll
+                for (u32 j = 0; j < kPerThread; j += 4) store_four(square + place_of<kFours>(j), q + j);
+            } else {
+#pragma unroll
+                for (u32 j = 0; j < kPerThread; ++j) {
+                    const u32 i = place_of<kFours>(j);
+                    if (i < num && first + i >= 0 && first + i < c.own_num)
+                        square[i] = tracked_square(square[i], g[j], c.beta2, c.rest2);
+                }
             }
         }
     }
     if (c.index) {
 #pragma unroll
-        for (u32 j = 0; j < kPerThread; ++j) tile[threadIdx.x + j * kThreads] = r[j];
+        for (u32 j = 0; j < kPerThread; ++j) tile[place_of<kFours>(j)] = r[j];
         __syncthreads();
-        for (i64 k = range[0] + threadIdx.x; k < range[1]; k += kThreads) {
-            const u32 i = (u32)(position_at(c.index, k, c.index_bytes) - c.first - start);
-            tile[i] = minus(tile[i], store_float(c.values, k, tile[i], c.values_dtype));
+        const auto take = [&](u32 i, i64 k) { tile[i] = minus(tile[i], store_float(c.values, k, tile[i], c.values_dtype)); };
+#pragma unroll
+        for (u32 j = 0; j < kAhead; ++j, next += kThreads)
+            if (next < end) take(taken[j], next);
+        for (; next < end; next += kThreads) take((u32)(load_position(c.index, next, c.index_bytes) - c.first - start), next);
+        __syncthreads();
+#pragma unroll
+        for (u32 j = 0; j < kPerThread; ++j) r[j] = tile[place_of<kFours>(j)];
+    } else if (c.values) {
+#pragma unroll
+        for (u32 j = 0; j < kPerThread; ++j) {
+            const u32 i = place_of<kFours>(j);
+            if (i < num) r[j] = minus(r[j], store_float(c.values, start + i, r[j], c.values_dtype));
         }
-        __syncthreads();
-#pragma unroll
-        for (u32 j = 0; j < kPerThread; ++j) r[j] = tile[threadIdx.x + j * kThreads];
     }
+    if (is_whole) {
 #pragma unroll
-    for (u32 j = 0; j < kPerThread; ++j) {
-        const u32 i = threadIdx.x + j * kThreads;
-        if (i >= num) continue;
-        if (c.values && !c.index) r[j] = minus(r[j], store_float(c.values, start + i, r[j], c.values_dtype));
-        c.residual[start + i] = r[j];
+        for (u32 j = 0; j < kPerThread; j += 4) store_four(c.residual + start + place_of<kFours>(j), r + j);
+    } else {
+#pragma unroll
+        for (u32 j = 0; j < kPerThread; ++j) {
+            const u32 i = place_of<kFours>(j);
+            if (i < num) c.residual[start + i] = r[j];
+        }
     }
 }
 
@@ -70,58 +142,75 @@ __global__ void __launch_bounds__(kThreads) enter_kernel(const Enter c) {
 __global__ void __launch_bounds__(kThreads) take_kernel(const Enter c) {
     const i64 k = (i64)blockIdx.x * kThreads + threadIdx.x;
     if (k >= c.num_index) return;
-    float* const r = c.residual + (position_at(c.index, k, c.index_bytes) - c.first);
+    float* const r = c.residual + (load_position(c.index, k, c.index_bytes) - c.first);
     *r = minus(*r, store_float(c.values, k, *r, c.values_dtype));
 }
 
 __global__ void __launch_bounds__(kThreads) track_kernel(const Enter c) {
     const i64 start = (i64)blockIdx.x * kThreads * kStepPer + threadIdx.x;
+    u32 raw[kStepPer];
+    float q[kStepPer];
+#pragma unroll
+    for (u32 j = 0; j < kStepPer; ++j) {
+        const i64 i = start + j * kThreads;
+        if (i < c.num) raw[j] = load_raw(c.gradient, i, c.gradient_dtype), q[j] = c.square[i];
+    }
 #pragma unroll
     for (u32 j = 0; j < kStepPer; ++j) {
         const i64 i = start + j * kThreads;
         if (i >= c.num) continue;
-        float g = load_float(c.gradient, i, c.gradient_dtype);
+        float g = float_of(raw[j], c.gradient_dtype);
         if (c.factor != 1.0f) g = times(g, c.factor);
-        c.square[i] = tracked_square(c.square[i], g, c.beta2, c.rest2);
+        c.square[i] = tracked_square(q[j], g, c.beta2, c.rest2);
     }
 }
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) scatter_kernel(T* target, const void* index, int index_bytes, const T* values, i64 num) {
     const i64 start = (i64)blockIdx.x * kThreads * kStepPer + threadIdx.x;
+    i64 at[kStepPer];
+    T value[kStepPer];
 #pragma unroll
     for (u32 j = 0; j < kStepPer; ++j) {
         const i64 i = start + j * kThreads;
-        if (i < num) target[position_at(index, i, index_bytes)] = values[i];
+        if (i < num) at[j] = load_position(index, i, index_bytes), value[j] = values[i];
     }
+#pragma unroll
+    for (u32 j = 0; j < kStepPer; ++j)
+        if (start + j * kThreads < num) target[at[j]] = value[j];
 }
 
-template <bool kDecay>
+// kPer: coordinates of a thread. Scattered ones wait long for memory, and are asked for by as many threads as there are.
+template <bool kDecay, u32 kPer>
 __global__ void __launch_bounds__(kThreads) owner_kernel(const Owner c) {
-    const i64 start = (i64)blockIdx.x * kThreads * kStepPer + threadIdx.x;
-    i64 at[kStepPer];
-    float w[kStepPer], m[kStepPer], mean[kStepPer];
-    int ages[kStepPer];     // at least 1
+    const i64 start = (i64)blockIdx.x * kThreads * kPer + threadIdx.x;
+    i64 at[kPer];
+    float w[kPer], m[kPer], mean[kPer], decay[kPer];
+    u32 last[kPer];
+    Coefficients by_age[kPer];
 #pragma unroll
-    for (u32 j = 0; j < kStepPer; ++j) {
+    for (u32 j = 0; j < kPer; ++j) {
         const i64 i = start + j * kThreads;
-        if (i < c.num) at[j] = c.index ? position_at(c.index, i, c.index_bytes) : i;
+        if (i < c.num) at[j] = c.index ? load_position(c.index, i, c.index_bytes) : i, mean[j] = c.mean[i];
     }
 #pragma unroll
-    for (u32 j = 0; j < kStepPer; ++j) {
-        const i64 i = start + j * kThreads;
-        if (i >= c.num) continue;
-        w[j] = c.weight[at[j]], m[j] = c.momentum[at[j]], mean[j] = c.mean[i];
-        ages[j] = age_at(c.last_sync, at[j], c.last_bytes, c.step - 1) + 1;
-    }
+    for (u32 j = 0; j < kPer; ++j)
+        if (start + j * kThreads < c.num)
+            w[j] = c.weight[at[j]], m[j] = c.momentum[at[j]], last[j] = load_last(c.last_sync, at[j], c.last_bytes);
 #pragma unroll
-    for (u32 j = 0; j < kStepPer; ++j) {
-        const i64 i = start + j * kThreads;
-        if (i >= c.num) continue;
-        const int age = ages[j], oldest = (int)c.num_tables - 1, longest = (int)c.num_decay - 1;
+    for (u32 j = 0; j < kPer; ++j) {
+        if (start + j * kThreads >= c.num) continue;
+        const int age = age_of(last[j], c.last_bytes, c.step - 1) + 1;          // at least 1
+        const int oldest = (int)c.num_tables - 1, longest = (int)c.num_decay - 1;
         const int a = c.catch_up ? (age < oldest ? age : oldest) : 1;
-        const Coefficients by_age = {c.kept[a], c.taken[a], c.moved[a], c.gradient_moved[a], (float)a};
-        catch_up<kDecay>(w[j], m[j], mean[j], by_age, kDecay ? c.decay[age < longest ? age : longest] : 1.0f, c.numbers);
+        by_age[j] = {c.kept[a], c.taken[a], c.moved[a], c.gradient_moved[a], (float)a};
+        decay[j] = kDecay ? c.decay[age < longest ? age : longest] : 1.0f;
+    }
+#pragma unroll
+    for (u32 j = 0; j < kPer; ++j) {
+        const i64 i = start + j * kThreads;
+        if (i >= c.num) continue;
+        catch_up<kDecay>(w[j], m[j], mean[j], by_age[j], decay[j], c.numbers);
         c.weight[at[j]] = w[j];
         c.momentum[at[j]] = m[j];
         if (c.last_bytes == 4)

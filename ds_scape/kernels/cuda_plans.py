@@ -7,23 +7,27 @@ import torch
 
 from ds_scape.kernels.impl_reference import BLOCK
 
-#: As in csrc/scape/select.cuh: elements of a warp's tile, keys it notes down, counts of a histogram, 64-bit words of a Search.
-TILE, MAX_NOTES, HISTOGRAM, SEARCH_WORDS = 1024, 128, 8192, 8
+#: As in csrc/scape/select_tiles.cuh: elements of a warp's tile, keys it notes down, tiles of a group, counts of a histogram, words of
+#: 8 bytes of a Search.
+TILE, MAX_NOTES, GROUP, HISTOGRAM, SEARCH_WORDS = 512, 64, 256, 8192, 10
 
 
 class SelectPlan(NamedTuple):
-    """Tensors are int64, on the device."""
-    tiles: torch.Tensor
-    """[T, 2]: start; number of elements and, from bit 32 on, of the search."""
+    """Tensors are on the device."""
+    search_of_tile: torch.Tensor
+    """[T], int32. Tiles begin at multiples of four elements, so that the first one of a segment may have up to three that are not its."""
+    groups: torch.Tensor
+    """[G, 2], int64: first tile and, from bit 32 on, number of tiles; search. Tiles of one search each."""
     searches: torch.Tensor
-    """[S, SEARCH_WORDS]: first tile, number of tiles, of elements, of those to choose; the rest 0. To be copied for every call."""
+    """[S, SEARCH_WORDS], int64: start of the first tile, end, number to choose; first tile and number of tiles; first group and elements
+    before the segment's first; the rest 0. To be copied for every call."""
     fills: torch.Tensor
-    """[F, 3]: start, stop, value of what no search decides: gaps, segments chosen whole or not at all."""
+    """[F, 3], int64: start, stop, value of what no search decides: gaps, segments chosen whole or not at all."""
 
 
 @functools.lru_cache(maxsize=256)
 def select_plan(segments: tuple, numel: int, device: torch.device) -> SelectPlan:
-    tiles, searches, fills, covered = [torch.empty(0, 2, dtype=torch.int64, device="cpu")], [], [], 0
+    tiles_of, groups, searches, fills, covered = [], [], [], [], 0
     for start, stop, count in segments:
         if covered < start:
             fills.append((covered, start, 0))
@@ -31,14 +35,16 @@ def select_plan(segments: tuple, numel: int, device: torch.device) -> SelectPlan
         if count in (0, stop - start):
             fills.append((start, stop, int(count > 0)))
             continue
-        starts = torch.arange(start, stop, TILE, dtype=torch.int64, device="cpu")
-        tiles.append(torch.stack([starts, (stop - starts).clamp(max=TILE) | len(searches) << 32], 1))
-        first = searches[-1][0] + searches[-1][1] if searches else 0
-        searches.append((first, len(starts), stop - start, count, *[0] * (SEARCH_WORDS - 4)))
+        skip, first, num_tiles = start % 4, sum(tiles_of), -(-(stop - start + start % 4) // TILE)
+        searches.append((start - skip, stop, count, first | num_tiles << 32, len(groups) | skip << 32, *[0] * (SEARCH_WORDS - 5)))
+        groups += [(t | min(GROUP, first + num_tiles - t) << 32, len(tiles_of)) for t in range(first, first + num_tiles, GROUP)]
+        tiles_of.append(num_tiles)
     if covered < numel:
         fills.append((covered, numel, 0))
     fills = [fill for fill in fills if fill[0] < fill[1]]
-    return SelectPlan(torch.cat(tiles).to(device), _rows(searches, SEARCH_WORDS, device), _rows(fills, 3, device))
+    search_of_tile = torch.arange(len(tiles_of), dtype=torch.int32, device="cpu").repeat_interleave(
+        torch.tensor(tiles_of, dtype=torch.int64, device="cpu"))
+    return SelectPlan(search_of_tile.to(device), _rows(groups, 2, device), _rows(searches, SEARCH_WORDS, device), _rows(fills, 3, device))
 
 
 class PositionsPlan(NamedTuple):

@@ -124,13 +124,14 @@ class CudaKernels:
     def select(self, rank_by, square, last_sync, step, max_age, segments, chosen=None, empty=None):
         device, empty = rank_by.device, empty or empty_beside(rank_by)
         plan = plans.select_plan(segments, rank_by.numel(), device)
-        num_tiles, num_searches = len(plan.tiles), len(plan.searches)
+        num_tiles, num_searches, num_groups = len(plan.search_of_tile), len(plan.searches), len(plan.groups)
         chosen = torch.empty(rank_by.numel(), dtype=torch.bool, device=device) if chosen is None else chosen
         searches = plan.searches.clone()
         histograms = torch.zeros(num_searches, plans.HISTOGRAM, dtype=torch.int32, device=device)
-        per_tile = empty(num_tiles * (plans.MAX_NOTES + 2), torch.int32)
-        notes, counts, equal = per_tile.split([plans.MAX_NOTES * num_tiles, num_tiles, num_tiles])
-        scratch = c.Scratch(*(t.data_ptr() for t in (plan.tiles, searches, histograms, notes, counts, equal)), num_tiles)
+        noted = empty(num_tiles * (plans.MAX_NOTES + 2) + num_groups, torch.int32)
+        parts = noted.split([plans.MAX_NOTES * num_tiles, num_tiles, num_tiles, num_groups])
+        tensors = (plan.search_of_tile, plan.groups, searches, histograms, *parts)
+        scratch = c.Scratch(*(t.data_ptr() for t in tensors), num_tiles, num_groups)
         structure = c.select(rank_by, square, last_sync, chosen, step, max_age)
         self._call("select", device, ctypes.byref(structure), ctypes.byref(scratch), num_searches, plan.fills.data_ptr(), len(plan.fills),
                    self._ctas_of(device))

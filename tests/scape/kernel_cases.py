@@ -34,10 +34,10 @@ def plain(n, seed, dtype=FP32, scale=1e-2):
 
 
 def misleading(n, seed, factor):
-    """Where the CUDA kernels take their sample (csrc/scape/select.cuh, in a segment that starts at 3), numbers are ``factor`` times 0.03,
-    elsewhere about 1."""
-    place = torch.arange(n) - 3
-    sampled = place // 32 % 16 == place // 1024 % 16
+    """Where the CUDA kernels take their sample (csrc/scape/select.cuh, in a segment that starts below 4), numbers are ``factor`` times
+    0.03, elsewhere about 1."""
+    place = torch.arange(n)
+    sampled = place // 32 % 16 == place // 512 % 16
     return torch.where(sampled, 0.03 * factor, 1.0) * (1 + torch.rand(n, generator=rng(seed)))
 
 

@@ -55,6 +55,8 @@ def test_enter(kernels, gradient_dtype, wire, share):
         factor = (1.0, 0.37, 1 / 1024)[i % 3]
         cases.check_enter(kernels, n, gradient_dtype=gradient_dtype, wire=wire, share=share, factor=factor, seed=i, offset=i % 4,
                           first=(0, 12345)[i % 2], own=((0, 0), (0, 1), (0.4, 0.3), (0.75, 0.25))[i % 4], specials=i % 3 != 0)
+    for own in ((0, 0), (0, 1), (0.4, 0.3), (0.75, 0.25)):              # aligned, so that neighbours are read together
+        cases.check_enter(kernels, 20000, gradient_dtype=gradient_dtype, wire=wire, share=share, own=own, seed=len(str(own)), offset=8)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
@@ -95,16 +97,16 @@ def test_select(kernels, kind):
             r, q = cases.spread(n, i).abs(), None
         elif kind == "bits":                    # every pattern: NaN payloads decide the order
             r, q = (torch.randint(-1 << 31, 1 << 31, (n,), generator=cases.rng(i)).to(torch.int32).view(FP32) for i in (i, i + 50))
-        for overdue in (0.0, 0.03, 1.0):
-            cases.check_select(kernels, r, q, random_segments(n, i), overdue=overdue, seed=i, offset=i % 4)
+        for overdue, offset in ((0.0, i % 4), (0.03, 0), (1.0, 8)):         # aligned ones are read by fours
+            cases.check_select(kernels, r, q, random_segments(n, i), overdue=overdue, seed=i, offset=offset)
 
 
-@pytest.mark.parametrize("num_equal", [127, 128, 129])
+@pytest.mark.parametrize("num_equal", [63, 64, 65])
 def test_select_among_as_many_equal_keys_as_a_warp_notes_down(kernels, num_equal):
-    r = torch.ones(2500)
-    r[torch.cat([torch.randperm(1000, generator=cases.rng(num_equal + i))[:num_equal] + 1024 * i for i in range(2)])] = 2.0
-    for count in (100, num_equal, num_equal + 1, 2 * num_equal - 1, 2 * num_equal, 2 * num_equal + 1):
-        cases.check_select(kernels, r, torch.ones(2500), (Segment(0, 2500, count),), overdue=0.0)
+    r = torch.ones(1300)
+    r[torch.cat([torch.randperm(500, generator=cases.rng(num_equal + i))[:num_equal] + 512 * i for i in range(2)])] = 2.0
+    for count in (50, num_equal, num_equal + 1, 2 * num_equal - 1, 2 * num_equal, 2 * num_equal + 1):
+        cases.check_select(kernels, r, torch.ones(1300), (Segment(0, 1300, count),), overdue=0.0, offset=4 * (count % 2))
 
 
 @pytest.mark.parametrize("num_equal", [32767, 32768, 32769])
@@ -129,13 +131,13 @@ def test_select_where_the_sample_of_a_small_segment_misleads(kernels, factor):
 def test_select_of_a_segment_of_several_pieces(kernels, numel, counts):
     """Ties across pieces; more keys in question than a piece notes down; a sample that is of no use."""
     for count in counts:
-        for r in (cases.plain(numel, count), torch.full((numel,), 0.5), (torch.arange(numel) % 3).float(), torch.zeros(numel),
-                  cases.spread(numel, count), cases.misleading(numel, count, 1.0), cases.misleading(numel, count, 1e-3),
-                  1 + 0.06 * torch.rand(numel, generator=cases.rng(count))):           # one first digit, many second ones
+        for i, r in enumerate((cases.plain(numel, count), torch.full((numel,), 0.5), (torch.arange(numel) % 3).float(), torch.zeros(numel),
+                               cases.spread(numel, count), cases.misleading(numel, count, 1.0), cases.misleading(numel, count, 1e-3),
+                               1 + 0.06 * torch.rand(numel, generator=cases.rng(count)))):          # one first digit, many second ones
             segments = (Segment(3, numel - 5, count - min(count - 1, 8)), Segment(numel - 5, numel - 1, 2))
-            cases.check_select(kernels, r, torch.ones(numel), segments, overdue=0.001)
+            cases.check_select(kernels, r, torch.ones(numel), segments, overdue=0.001, seed=i, offset=(i + count) % 2)
     for count in range(4000, numel // 2, 24_000):           # wherever the last one lies among the digits that a sample leaves open
-        cases.check_select(kernels, cases.plain(numel, 1), torch.ones(numel), (Segment(3, numel - 5, count),), overdue=0.001)
+        cases.check_select(kernels, cases.plain(numel, 1), torch.ones(numel), (Segment(3, numel - 5, count),), overdue=0.001, offset=4)
 
 
 @pytest.mark.parametrize("share", [None, 0.0, 0.05, 1.0])

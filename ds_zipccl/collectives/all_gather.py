@@ -5,8 +5,10 @@ import torch.distributed as dist
 
 from ds_zipccl.codec.codec import Codec
 from ds_zipccl.codec.integrity import for_rank
-from ds_zipccl.collectives.launch import STATUS_BYTES, Flight, Launch, frames_bytes
+from ds_zipccl.collectives.flight import Flight
+from ds_zipccl.collectives.launch import STATUS_BYTES, Launch, frames_bytes
 from ds_zipccl.collectives.parts import ranges
+from ds_zipccl.collectives.plans import Recipe, Rows
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
 from ds_zipccl.collectives.transport import all_gather_bytes, native_all_gather
 from ds_zipccl.collectives.views import as_rows, equal_numels, flat, gaussians
@@ -35,6 +37,9 @@ class _Gather(Flight):
         self._decode = codec.decoder(frames, skip=call.rank)
         self._decode_row = {} if isinstance(call.output, torch.Tensor) else {
             rank: for_rank(codec, rank).decoder(frames[rank:rank + 1]) for rank in range(call.world_size) if rank != call.rank}
+        if isinstance(call.output, torch.Tensor):
+            self.recipe = Recipe([Rows(codec, frames[call.rank:call.rank + 1])], [Rows(codec, frames, call.rank)],
+                                 copy=(0, call.rank * self._numel, self._numel), own_in_place=True)
         self.wire_bytes = (codec.frame_bytes + STATUS_BYTES) * (call.world_size - 1)
 
     def encode(self, call: Call) -> None:

@@ -8,7 +8,9 @@ import torch.distributed as dist
 
 from ds_zipccl.codec.codec import Codec
 from ds_zipccl.collectives import streams
-from ds_zipccl.collectives.launch import STATUS_BYTES, Flight, Launch, frames_bytes, observe
+from ds_zipccl.collectives.flight import Flight, observe
+from ds_zipccl.collectives.launch import STATUS_BYTES, Launch, frames_bytes
+from ds_zipccl.collectives.plans import Recipe, Rows
 from ds_zipccl.collectives.reduce_scatter import FIRST_SPILL, summable, summing
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
 from ds_zipccl.collectives.transport import all_but, all_gather_bytes, all_to_all_bytes
@@ -57,10 +59,14 @@ class _Reduction(Flight):
         self._encode_sums = self.encoder(sums_codec, sums_frames[call.rank:call.rank + 1], status=self._sums_status)
         self._decode_sums = sums_codec.decoder(sums_frames, skip=call.rank)
         self._parts = self._sums_work = self._raw = self._failure = None
+        if self._padded is None:
+            self.recipe = Recipe([Rows(codec, sent, call.rank)], None, anywhere=True)
         self.wire_bytes = (codec.frame_bytes + sums_codec.frame_bytes + 2 * STATUS_BYTES) * (world_size - 1)
 
-    def encode(self, call: Call) -> None:
+    def prepare(self, call: Call) -> None:
         self._parts, self._raw = self._pad(call), None
+
+    def encode(self, call: Call) -> None:
         self._encode(self._parts)
 
     def send(self, call: Call) -> dist.Work:

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from ds_zipccl.codec.format import STATUS_OFFSET
 from ds_zipccl.codec.integrity import for_rank
 from ds_zipccl.collectives import pairs
-from ds_zipccl.collectives.launch import STATUS_BYTES, Flight, Kind, Launch, frames_bytes, observe, ready
+from ds_zipccl.collectives.flight import Flight, observe
+from ds_zipccl.collectives.launch import STATUS_BYTES, Kind, Launch, frames_bytes, ready
+from ds_zipccl.collectives.plans import Recipe, Rows
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
 from ds_zipccl.collectives.transport import Pieces, exchange_bytes
 from ds_zipccl.collectives.views import as_rows, flat, gaussians
@@ -87,6 +89,10 @@ class _Exchange(Flight):
         self._decoders = [for_rank(run.codec, run.first).decoder(self._arriving[run.first], offset=offset(self._received, run.first))
                           for run in self._received.runs]
         self._own = offset(self._sent, self.rank), offset(self._received, self.rank), self._sent.pieces[self.rank].numel
+        self.recipe = Recipe(
+            [Rows(run.codec, self._frames[run.first], offset=offset(self._sent, run.first)) for run in self._sent.runs],
+            [Rows(run.codec, self._arriving[run.first], offset=offset(self._received, run.first)) for run in self._received.runs],
+            copy=self._own)
         nothing = [torch.empty(0, dtype=torch.uint8, device=self.device)] * self.world_size
         self._places, self._arrivals = (Pieces(self._wire(side, frames, nothing)) for side, frames in (
             (self._sent, self._frames), (self._received, self._arriving)))
@@ -99,10 +105,12 @@ class _Exchange(Flight):
             places[run.first:run.peers.stop] = frames[run.first].unbind(0)
         return places
 
-    def encode(self, call: Call) -> None:
+    def prepare(self, call: Call) -> None:
         self._resent = {}
         self._needs = [{peer: piece.capacity.launched() for peer, piece in enumerate(side.pieces) if piece.codec is not None}
                        for side in (self._sent, self._received)]
+
+    def encode(self, call: Call) -> None:
         if self._bound:
             for encode in self._encoders:
                 encode(call.input)
@@ -111,8 +119,6 @@ class _Exchange(Flight):
             for run in self._sent.runs:
                 for _, rows, part in self._batches(run, inputs, self._frames[run.first]):
                     self.encoder(run.codec, part)(rows)
-        for own, headers in self._headers:
-            own.copy_(headers)
 
     def send(self, call: Call) -> dist.Work:
         if self._bound:
@@ -146,7 +152,13 @@ class _Exchange(Flight):
 
     def send_words(self) -> None:
         """To each peer with whom this rank has a zipped piece, and from it: (own words, then the peers')."""
+        for own, headers in self._headers:
+            own.copy_(headers)
         self.words.exchange(self.launch.side.exchange_words, *self._word_exchange)
+
+    def post_words(self) -> tuple[int, int] | None:
+        _, _, counts_in, counts = self._word_exchange
+        return None if self._headers else self.launch.side.post_to_one(self.words, counts_in, counts)
 
     def settle(self, words: list[int]) -> int | None:
         words = iter(words)

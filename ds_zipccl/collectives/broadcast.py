@@ -4,7 +4,9 @@ import torch.distributed as dist
 
 from ds_zipccl.codec.codec import Codec
 from ds_zipccl.codec.integrity import for_rank
-from ds_zipccl.collectives.launch import STATUS_BYTES, Flight, Launch, frames_bytes
+from ds_zipccl.collectives.flight import Flight
+from ds_zipccl.collectives.launch import STATUS_BYTES, Launch, frames_bytes
+from ds_zipccl.collectives.plans import Recipe, Rows
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
 from ds_zipccl.collectives.transport import broadcast_bytes
 from ds_zipccl.collectives.views import flat, gaussians
@@ -21,6 +23,8 @@ class _Broadcast(Flight):
         self.words = Words(self.status, launch.state)
         self._encode = self.encoder(codec, frame)
         self._decode = for_rank(codec, call.root).decoder(frame)
+        rows = [Rows(codec, frame)]
+        self.recipe = Recipe(rows if self._is_root else [], [] if self._is_root else rows, anywhere=True)
         self.wire_bytes = (codec.frame_bytes + STATUS_BYTES) * self._is_root
 
     def encode(self, call: Call) -> None:
@@ -36,6 +40,9 @@ class _Broadcast(Flight):
     def send_words(self) -> None:
         """The root's alone: nobody else has one, and the root must not wait for the others."""
         self.words.exchange(self.launch.side.broadcast_word, self.status, self._root)
+
+    def post_words(self) -> tuple[int, int] | None:
+        return self.launch.side.post_from(self.words, self._root)
 
     def fill(self, call: Call) -> None:
         if not self._is_root:

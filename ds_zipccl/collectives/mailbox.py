@@ -8,7 +8,8 @@ so who reads an entry (one 8-byte load) sees whether the word is there, and neve
 * Marks: how many exchanges a rank has read, for gathers and for each pair. An entry is written anew when everyone has read what was in it.
   Only who is DEPTH - SLACK exchanges ahead of another rank's reading waits for that.
 
-A GPU writes by itself, on the status stream, behind the encode: a copy of the word, then a stream memory operation that sets the stamp.
+A GPU writes by itself. Where its encode can, that puts word and stamp there in one store (``post_to_all``, ...). Else it is done on the
+status stream, behind the encode: a copy of the word, then a stream memory operation that sets the stamp.
 Agreement on using all this: mailbox_meeting.py.
 """
 import fcntl
@@ -17,6 +18,7 @@ import os
 import struct
 import time
 import weakref
+from collections import deque
 
 import torch
 
@@ -67,21 +69,24 @@ class Places:
 
 class Reading:
     """One exchange on this rank: ``words``, int32 values, once they have all come; None before. Any number of threads at once."""
-    __slots__ = ("words", "_box", "_entries", "_stamps", "_marks")
+    __slots__ = ("words", "_box", "_entries", "_marks")
 
-    def __init__(self, box: "Mailbox", entries: list[int], stamps: list[int], marks: list[tuple[int, int]]):
-        """``marks``: (entry, what is to be put there once the words are read)."""
-        self.words, self._box, self._entries, self._stamps, self._marks = None, box, entries, stamps, marks
+    def __init__(self, box: "Mailbox", entries: list[tuple[int, int]], marks: list[tuple[int, int]]):
+        """``entries``: (entry, its stamp). ``marks``: (entry, what is to be put there once the words are read)."""
+        self.words, self._box, self._entries, self._marks = None, box, entries, marks
 
     def is_there(self) -> bool:
         if self.words is None:
-            memory = self._box.memory
-            values = [memory[entry] for entry in self._entries]
-            for value, stamp in zip(values, self._stamps, strict=True):
+            memory, words = self._box.memory, []
+            for entry, stamp in self._entries:
+                value = memory[entry]
                 if value >> 32 != stamp:
                     return self.words is not None           # another thread may have read it, so that it was written anew
-            self.words = [word - (1 << 32) if word >> 31 else word for word in (value & _WORD for value in values)]
-            self._box.has_read(self._marks)
+                word = value & _WORD
+                words.append(word - (1 << 32) if word >> 31 else word)
+            self.words = words
+            for entry, count in self._marks:
+                memory[entry] = count
         return True
 
     def wait(self) -> None:
@@ -93,7 +98,7 @@ class Reading:
     def _late(self) -> set[int]:
         """The ranks whose words are missing."""
         memory, box = self._box.memory, self._box
-        return {box.writer_of(entry) for entry, stamp in zip(self._entries, self._stamps, strict=True) if memory[entry] >> 32 != stamp}
+        return {box.writer_of(entry) for entry, stamp in self._entries if memory[entry] >> 32 != stamp}
 
 
 class Mailbox:
@@ -110,10 +115,12 @@ class Mailbox:
         self._places, self._neighbours, self._gpu = Places(world_size), {rank, *neighbours}, writer
         self._map = mmap.mmap(file, self._places.num_bytes)
         self.memory = memoryview(self._map).cast("Q")
-        self._first, self._count = first, first
+        self._first, self._count, self._all = first, first, range(world_size)
+        self._marks = [self._places.mark(reader) for reader in self._all]
         self._pair_counts: dict[tuple[int, int], int] = {}          # by (writer, reader), of which this rank is one
         self._room: dict[tuple[int, ...], int] = {}                 # exchanges so far that may be written, as known when last looked
         self._ended: str | None = None
+        self._posted: deque[tuple[int, int]] = deque(maxlen=DEPTH)          # what encodes were told to write last
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)           # ends with the process, whatever ends that
         if writer is not None:
             writer.open(self._map, self._places.trial(rank))
@@ -122,41 +129,72 @@ class Mailbox:
 
     def gather(self, own: torch.Tensor, stream: int | None = None) -> Reading:
         """One word of each rank."""
-        return self._from(range(self._size), own, stream)
+        reading, places = self._round(self._all)
+        self._write(places, own, stream)
+        return reading
 
     def broadcast(self, own: torch.Tensor, root: int, stream: int | None = None) -> Reading:
         """The root's word."""
-        return self._from((root,), own, stream)
+        reading, places = self._round((root,))
+        self._write(places, own, stream)
+        return reading
 
-    def _from(self, writers, own: torch.Tensor, stream: int | None) -> Reading:
-        count, places = self._count, self._places
+    def _round(self, writers) -> tuple[Reading, list[tuple[int, int]]]:
+        """The next exchange that all ranks count: its reading, and what this rank writes, (entry, stamp) or nothing."""
+        count, stamp, row, rank = self._count, _stamp(self._count), self._places.row(self._count, 0), self._rank
         self._count += 1
-        if self._rank in writers:
-            self._make_room((), count, [places.mark(reader) for reader in range(self._size)])
-            self._write([(places.row(count, self._rank), _stamp(count))], own, stream)
-        entries = [places.row(count, writer) for writer in writers]
-        return Reading(self, entries, [_stamp(count)] * len(entries), [(places.mark(self._rank), count + 1)])
+        mine = []
+        if rank in writers:
+            if count - self._first >= DEPTH - SLACK:
+                self._make_room((), count, self._marks)
+            mine = [(row + rank, stamp)]
+        return Reading(self, [(row + writer, stamp) for writer in writers], [(self._marks[rank], count + 1)]), mine
 
     def exchange(self, own: torch.Tensor, counts: list[int], out_counts: list[int], stream: int | None = None) -> Reading:
         """``counts[r]`` words, 0 or 1, of ``own`` go to rank r, ``out_counts[r]`` come from it. The reading has this rank's own words, then
         the others'."""
+        reading, places = self._pairs_round(counts, out_counts)
+        self._write(places, own, stream)
+        return reading
+
+    def _pairs_round(self, counts: list[int], out_counts: list[int]) -> tuple[Reading, list[tuple[int, int]]]:
         rank, places = self._rank, self._places
         sent = [(rank, peer) for peer, count in enumerate(counts) if count]
         pairs = sent + [(peer, rank) for peer, count in enumerate(out_counts) if count]
-        entries, stamps, marks = [], [], []
+        entries, marks = [], []
         for pair in pairs:
             count = self._pair_counts.get(pair, self._first)
             self._pair_counts[pair] = count + 1
-            entries.append(places.pair(*pair, count))
-            stamps.append(_stamp(count))
+            entries.append((places.pair(*pair, count), _stamp(count)))
             if pair[0] == rank:
                 self._make_room(pair, count, [places.pair_mark(*pair)])
             else:
                 marks.append((places.pair_mark(*pair), count + 1))
-        self._write(list(zip(entries[:len(sent)], stamps, strict=False)), own, stream)
-        return Reading(self, entries, stamps, marks)
+        return Reading(self, entries, marks), entries[:len(sent)]
+
+    # The same where the encode that is queued next on ``stream`` writes this rank's word: (reading, address of the entry for the GPU, stamp
+    # << 32 | word goes there). The address is 0 where this rank has no word.
+
+    def post_to_all(self, stream: int) -> tuple[Reading, int, int]:
+        return self._post(*self._round(self._all), stream)
+
+    def post_from(self, root: int, stream: int) -> tuple[Reading, int, int]:
+        return self._post(*self._round((root,)), stream)
+
+    def post_to_one(self, counts: list[int], out_counts: list[int], stream: int) -> tuple[Reading, int, int]:
+        """``counts`` has one word at most."""
+        return self._post(*self._pairs_round(counts, out_counts), stream)
+
+    def _post(self, reading: Reading, places: list[tuple[int, int]], stream: int) -> tuple[Reading, int, int]:
+        if not places:
+            return reading, 0, 0
+        (entry, stamp), = places
+        self._posted.append((entry, stamp))
+        return reading, self._gpu.address(entry, stream), stamp
 
     def _write(self, places: list[tuple[int, int]], own: torch.Tensor, stream: int | None) -> None:
+        if not places:
+            return
         if self._gpu is not None:
             address = own.data_ptr()
             for i, (entry, stamp) in enumerate(places):
@@ -178,10 +216,6 @@ class Mailbox:
 
         self.wait_until(lambda: not late(), late, "status words have not been read")
         self._room[ring] = min([memory[mark] for mark in marks]) + DEPTH - SLACK
-
-    def has_read(self, marks: list[tuple[int, int]]) -> None:
-        for entry, count in marks:
-            self.memory[entry] = count
 
     def writer_of(self, entry: int) -> int:
         pairs = DEPTH * self._size
@@ -220,8 +254,13 @@ class Mailbox:
         """On this rank alone, at once: who waits gets an error that says ``why``."""
         if self._ended is None:
             self._ended = why
-            if self._gpu is not None and not self._gpu.close():
+            if self._gpu is not None and not (self._all_written() and self._gpu.close()):
                 _KEPT.append(self._map)
+
+
+    def _all_written(self) -> bool:
+        """Whether encodes have put everything there that they were told to, which new words have not replaced."""
+        return all([self.memory[entry] >> 32 == stamp for entry, stamp in dict(self._posted).items()])
 
 
 _KEPT: list[mmap.mmap] = []         # memory that a GPU may still write to

@@ -50,7 +50,7 @@ class GpuWriter:
                 raise
 
     def write(self, entry: int, stamp: int, word: int, stream: int) -> None:
-        """Queues the writing of an entry. ``word``: where the GPU has it, an address; ``stream``: a handle, the same for all words."""
+        """Queues the writing of an entry. ``word``: where the GPU has it, an address; ``stream``: a handle."""
         if torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
                 self.write(entry, stamp, word, stream)
@@ -59,6 +59,11 @@ class GpuWriter:
         code = self._copy(self._host + 8 * entry, word, 4, stream) or self._set(stream, self._on_gpu + 8 * entry + 4, stamp, 0)
         if code:
             _check(code, "write a status word")
+
+    def address(self, entry: int, stream: int) -> int:
+        """Of an entry, for a kernel that is queued on ``stream`` to write."""
+        self._stream = stream
+        return self._on_gpu + 8 * entry
 
     def raise_on_error(self) -> None:
         """RuntimeError: what has gone wrong on the GPU is not to be waited for."""

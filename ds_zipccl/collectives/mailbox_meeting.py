@@ -30,14 +30,13 @@ from ds_zipccl.collectives.mailbox_gpu import GpuWriter
 log = logging.getLogger("ds_zipccl")
 
 FOLDER, PREFIX = "/dev/shm", "zipccl-words-"
-ON_GPUS = False         # without being asked for: not before it has been seen to work and to gain on some
 STALE_S = 60            # who makes a file has it locked long before
 _PROCESS = uuid.uuid4().hex
 LAG = int(os.environ.get("ZIPCCL_MAILBOX_LAG", 20))         # for tests. More than calls may be in flight (group_state): nobody waits
 
 #: Why a group's words go through a channel.
 REASONS = {
-    "off": "ZIPCCL_MAILBOX=0 on a rank, or GPUs, where it must be 1",
+    "off": "ZIPCCL_MAILBOX=0 on a rank",
     "too_many_ranks": f"more than {MAX_RANKS} ranks",
     "hosts": "ranks on several hosts, or without common memory",
     "no_memory": "no memory to be had in /dev/shm",
@@ -50,9 +49,8 @@ def _process() -> list:
     return [_PROCESS, os.getpid()]
 
 
-def _is_off(device: torch.device) -> bool:
-    wanted = os.environ.get("ZIPCCL_MAILBOX")
-    return wanted == "0" if wanted else device.type == "cuda" and not ON_GPUS
+def _is_off() -> bool:
+    return os.environ.get("ZIPCCL_MAILBOX") == "0"
 
 
 def _host() -> list:
@@ -141,7 +139,7 @@ class Meeting:
 
     def _say_where(self) -> None:
         self._store = getattr(self._store, "clone", lambda: self._store)()      # see transport.SideChannel
-        record = {"why_not": "off" if _is_off(self._device) else None, "host": None}
+        record = {"why_not": "off" if _is_off() else None, "host": None}
         if record["why_not"] is None:
             try:
                 record["host"] = _host()

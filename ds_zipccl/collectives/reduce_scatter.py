@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.codec.codec import Codec
-from ds_zipccl.collectives.launch import STATUS_BYTES, Flight, Launch, frames_bytes
+from ds_zipccl.collectives.flight import Flight
+from ds_zipccl.collectives.launch import STATUS_BYTES, Launch, frames_bytes
 from ds_zipccl.collectives.parts import ranges
+from ds_zipccl.collectives.plans import Recipe, Rows
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
 from ds_zipccl.collectives.transport import all_but, all_to_all_bytes, native_reduce_scatter
 from ds_zipccl.collectives.views import as_rows, divisor, equal_numels, flat
@@ -42,10 +44,15 @@ class _Scatter(Flight):
         self._encode = self.encoder(codec, sent, skip=call.rank)
         self._sum = summing(codec, received, call, offset=call.rank * call.output.numel())
         self._rows: torch.Tensor | None = None
+        if isinstance(call.input, torch.Tensor) and divisor(call) == 1:
+            self.recipe = Recipe([Rows(codec, sent, call.rank)], [Rows(codec, received, call.rank, call.rank * call.output.numel())],
+                                 sums=True)
         self.wire_bytes = (codec.frame_bytes + STATUS_BYTES) * (call.world_size - 1)
 
-    def encode(self, call: Call) -> None:
+    def prepare(self, call: Call) -> None:
         self._rows = _rows(call) if isinstance(call.input, tuple) else call.input
+
+    def encode(self, call: Call) -> None:
         self._encode(self._rows)
 
     def send(self, call: Call) -> dist.Work:

@@ -14,7 +14,8 @@ from ds_zipccl.codec.codec import Codec
 from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.codec.format import align, layout
 from ds_zipccl.collectives.capacity import Capacity
-from ds_zipccl.collectives.launch import STATUS_BYTES, Flight, Launch, largest_word
+from ds_zipccl.collectives.flight import Flight, largest_word
+from ds_zipccl.collectives.launch import STATUS_BYTES, Launch
 from ds_zipccl.collectives.parts import ranges
 from ds_zipccl.collectives.reduce_scatter import FIRST_SPILL, summable, summing
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register

@@ -11,6 +11,8 @@ _objects: dict[tuple[int, int], torch.cuda.Stream] = {}
 _raw_current = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
+#: The index of the current device.
+current_device = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 #: Whether what is queued on the current stream goes into a CUDA graph.
 is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
@@ -83,6 +85,13 @@ class Mark:
         self.stream = current(self._device)
         if self._event is not None:
             self._event.record(as_object(self._device, self.stream))
+
+    @property
+    def handle(self) -> int:
+        """The driver's, for who sets it by himself; ``stream`` is then his to say."""
+        if not self._event.cuda_event:          # torch makes it when it is first recorded
+            self.set()
+        return self._event.cuda_event
 
     def join(self) -> None:
         """Makes the current stream wait for the point, if that is on another one."""

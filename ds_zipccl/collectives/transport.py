@@ -230,6 +230,22 @@ class SideChannel:
         else:
             direct.broadcast(words.on_host(), own.data_ptr(), 1, root, words.stream_handle)
 
+    # The same where this rank's word goes into the mailbox by itself, from the encode that is queued next: (address, stamp), see
+    # ``mailbox.Mailbox``; ``words`` are then of that exchange. None: there is no mailbox.
+
+    def post_to_all(self, words) -> tuple[int, int] | None:
+        box = self._meeting.box or self._box_at_once()
+        return None if box is None else words.posted(*box.post_to_all(words.launch_stream))
+
+    def post_from(self, words, root: int) -> tuple[int, int] | None:
+        box = self._meeting.box or self._box_at_once()
+        return None if box is None else words.posted(*box.post_from(root, words.launch_stream))
+
+    def post_to_one(self, words, out_counts: list[int], counts: list[int]) -> tuple[int, int] | None:
+        """To one rank at most."""
+        box = self._meeting.box or self._box_at_once()
+        return None if box is None else words.posted(*box.post_to_one(counts, out_counts, words.launch_stream))
+
     def exchange_words(self, words, out: torch.Tensor, own: torch.Tensor, out_counts: list[int], counts: list[int]) -> None:
         """``counts[r]`` of ``own`` go to rank r, ``out_counts[r]`` come from it; both are parts of ``words.data``. At most one
         of each."""

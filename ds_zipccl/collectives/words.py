@@ -14,6 +14,7 @@ class Words:
     def __init__(self, data: torch.Tensor, state):
         self.data, self.device, self._work = data, data.device, None
         self.turn, self.stream_handle, self._reading = 0, None, None
+        self.launch_stream = streams.current(self.device)
         self._host, self._on_gpu, self._must_fetch = data, data.is_cuda, False
         if data.is_cuda:
             self._stream = state.status_stream
@@ -59,6 +60,16 @@ class Words:
         """The address of pinned memory for a sender that puts the words there himself."""
         self._must_fetch = False
         return self._host.data_ptr()
+
+    def posted(self, reading, address: int, stamp: int) -> tuple[int, int]:
+        """In place of an ``exchange``: a mailbox.Reading brings the words, once who encodes has put this rank's at the address."""
+        self.turn, self._reading = self.turn + 1, reading
+        return address, stamp
+
+    def at_once(self) -> list[int] | None:
+        """The words, if a look at the mailbox is enough."""
+        reading = self._reading
+        return reading.words if reading is not None and reading.is_there() else None
 
     def by_mailbox(self, reading) -> None:
         """A mailbox.Reading brings the words; ``data`` stays as it is."""

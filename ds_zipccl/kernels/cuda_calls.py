@@ -7,6 +7,7 @@ from ds_zipccl.errors import KernelError
 from ds_zipccl.kernels.geometry import Geometry
 from zipscape.errors import describe
 
+FRAME_ALIGN = 16             # what the kernels need of a frame's address and stride
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = {
     "zipccl_cuda_encode": [_P, _P, _I, _P, _I, _I, _I, _P, _P, _P],

@@ -15,8 +15,8 @@ import threading
 import torch
 
 from ds_zipccl.errors import FrameError
-from ds_zipccl.kernels import ops
-from ds_zipccl.kernels.cuda_calls import CudaCalls, workspace_words
+from ds_zipccl.kernels import launch_calls, ops
+from ds_zipccl.kernels.cuda_calls import FRAME_ALIGN, CudaCalls, workspace_words
 from ds_zipccl.kernels.geometry import Geometry
 from zipscape.errors import BuildError, describe
 from zipscape.op_builder import cuda_arch
@@ -24,7 +24,6 @@ from zipscape.op_builder.zipccl import ZIPCCL_CUDA
 
 log = logging.getLogger("ds_zipccl")
 
-FRAME_ALIGN = 16             # what the kernels need of a frame's address and stride; others are copied first
 _KINDS = ("a frame header is not what this call expects, or marked as overflowed",
           "a block's escape count differs from its codes, or its stream's length from its header",
           "a tile's escape count differs from its blocks'", "block mode or window base out of range",
@@ -137,6 +136,16 @@ class CudaKernels:
         one."""
         return self._device(index).workspace(stream, num_words)
 
+    @functools.cached_property
+    def launch_calls(self) -> launch_calls.LaunchCalls | None:
+        """Queue a call's work by few calls of C; None where NVRTC compiled the kernels."""
+        library = getattr(self._calls, "library", None)
+        return library and launch_calls.load(library)
+
+    def unread_word(self, index: int) -> int:
+        """Address of the word for what is decoded early, perhaps from a frame that overflowed: nobody reads it."""
+        return self._device(index).unread
+
     def c_encode(self):
         """The C function zipccl_cuda_encode; None where NVRTC compiled the kernels."""
         library = getattr(self._calls, "library", None)
@@ -232,6 +241,7 @@ class CudaKernels:
 
 
 def _aligned(frames: torch.Tensor) -> bool:
+    """Others are copied first."""
     return frames.data_ptr() % FRAME_ALIGN == 0 and (frames.stride(0) % FRAME_ALIGN == 0 or frames.shape[0] == 1)
 
 

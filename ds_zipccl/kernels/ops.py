@@ -42,11 +42,13 @@ def register(name: str, functions, device_types: tuple[str, ...]) -> None:
 
     A set whose decode cannot raise without waiting for its device also has ``raise_on_error(device)``, which waits and raises
     FrameError for what was decoded since the last call; ``None`` where decode raises by itself. ``isa`` (CPU) or ``built_by`` (GPU), where
-    a set has it, says which of its builds is in use. ``levels``, where it is not (1,): the compression levels it knows.
+    a set has it, says which of its builds is in use. ``levels``, where it is not (1,): the compression levels it knows. ``launch_calls``
+    (launch_calls.LaunchCalls, with ``workspace``, ``unread_word``), where a set has it: what a call queues can be prepared.
     """
     _SETS[name] = SimpleNamespace(name=name, device_types=device_types, raise_on_error=getattr(functions, "raise_on_error", None),
                                   built=getattr(functions, "isa", None) or getattr(functions, "built_by", None),
                                   levels=getattr(functions, "levels", (1,)),
+                                  launcher=functions if getattr(functions, "launch_calls", None) is not None else None,
                                   **{f: getattr(functions, f) for f in FUNCTIONS},
                                   **{f: getattr(functions, f, None) for f in BINDERS})
 

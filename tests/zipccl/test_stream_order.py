@@ -1,7 +1,9 @@
 """What a zipped call on a GPU waits for, and what waits for it, shown on a CPU: streams that know nothing but who waited for whom, tensors
 without memory (torch's fake ones), kernels and communicators that only say when they ran. C61: the caller's streams, never the default one.
 C62: the call passes what the caller queues after its launch, and does not hold it up either."""
+import ctypes
 import itertools
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +18,14 @@ from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.collectives.words import Words
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import loader, ops
+from ds_zipccl.kernels.launch_calls import LaunchCalls
+from zipscape.op_builder import toolchain
+from zipscape.op_builder.base import csrc_dir
 
 GPU, WORLD, ROW = torch.device("cuda", 0), 2, 4096
 OPS = tuple(specs(internal=True))
+PREPARED = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce", "broadcast")
+MAIL = 0x1234500         # an entry of a mailbox
 
 
 class Gpu:
@@ -28,14 +35,24 @@ class Gpu:
 
     def __init__(self):
         self.current, self.seen, self.host, self.log, self.handles = 0, {}, set(), [], itertools.count(100)
-        self._kept = {}
+        self._kept, self.events, self.storages, self.posts, self.told = {}, {}, {}, False, {}
+        self.is_prepared, self.num_prepared = False, 0
+
+    def address(self, tensor):
+        storage = tensor.untyped_storage()
+        base, _ = self.storages.setdefault(storage._cdata, (len(self.storages) + 1 << 32, storage))
+        return base + tensor.storage_offset() * tensor.element_size()
+
+    def at(self, address):
+        """The memory, for ``queue``."""
+        return next((storage for base, storage in self.storages.values() if base == address >> 32 << 32), None)
 
     def queue(self, what, stream=None, touched=()):
         stream = self.current if stream is None else stream
         self.order(stream, self.host)
         seen = self.seen[stream]
-        tensors = [tensor for tensor in tree_leaves(touched) if isinstance(tensor, FakeTensor)]
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        storages = [t.untyped_storage() if isinstance(t, FakeTensor) else t for t in tree_leaves(touched)]
+        storages = {t._cdata: t for t in storages if isinstance(t, torch.UntypedStorage)}
         self._kept.update(storages)                             # else the next one might get the name of one that is gone
         self.log.append((what, stream, frozenset(seen), storages.keys()))
         seen.add(len(self.log) - 1)
@@ -67,9 +84,12 @@ class Stream:
 
 class Event:
     def __init__(self, gpu):
-        self._gpu, self.seen = gpu, frozenset()
+        self._gpu, self.seen, self.cuda_event = gpu, frozenset(), 0
 
     def record(self, stream=None):
+        if not self.cuda_event:
+            self.cuda_event = next(self._gpu.handles)
+            self._gpu.events[self.cuda_event] = self
         self.seen = self._gpu.now(stream and stream.cuda_stream)
 
     def query(self):
@@ -102,6 +122,20 @@ class Communicator:
 
     gather_words = broadcast_word = exchange_words = _words
 
+    def _post(self, words, root=None, *_):
+        if not self._gpu.posts:
+            return None
+        gpu, stamp = self._gpu, next(self._gpu.handles)
+
+        def is_there():
+            gpu.host |= gpu.told.get(stamp, set())
+            return True
+
+        said = SimpleNamespace(is_there=is_there, wait=is_there, words=[gpu.word] * words.data.numel())
+        return words.posted(said, *((MAIL, stamp) if root in (None, 0) or isinstance(root, list) else (0, 0)))
+
+    post_to_all = post_from = post_to_one = _post
+
     def connect(self, *_):
         pass
 
@@ -111,16 +145,61 @@ class Communicator:
 class Kernels:
     levels = (1,)
 
-    def __init__(self, gpu):
+    def __init__(self, gpu, launch_calls):
+        self.launch_calls, self.workspace, self.unread_word = launch_calls, lambda *_: 1, lambda index: 1
         bound = lambda what: lambda *frames: lambda *_: gpu.queue(what, None, frames)         # noqa: E731
         self.bind_encode, self.bind_decode, self.bind_decode_reduce = bound("encode"), bound("decode"), bound("decode")
         self.encode = lambda *tensors: gpu.queue("encode", None, tensors)
         self.decode = self.decode_reduce = lambda *tensors: gpu.queue("decode", None, tensors)
 
 
-@pytest.fixture
-def gpu(monkeypatch):
+def prepared(gpu, library):
+    """What a plan calls in place of the codec and the driver: functions of C's that tell ``gpu``."""
+    def encode(geometry, x, row_stride, frames, frame_stride, num_rows, skip, status, workspace, mail, stamp, stream):
+        gpu.num_prepared += 1
+        gpu.queue("encode", stream or 0, gpu.at(frames))
+        if mail:
+            assert mail == MAIL and stamp not in gpu.told
+            gpu.queue("words", stream or 0)
+            gpu.told[stamp] = gpu.now(stream or 0)
+        return 0
+
+    def decode(geometry, frames, *rest):
+        gpu.num_prepared += 1
+        gpu.queue("decode", rest[-1] or 0, gpu.at(frames))
+        return 0
+
+    def record(event, stream):
+        gpu.events[event].seen = gpu.now(stream or 0)
+        return 0
+
+    def wait(stream, event, flags):
+        gpu.order(stream or 0, gpu.events[event].seen)
+        return 0
+
+    def copy(to, source, num_bytes, stream):
+        gpu.queue("copy", stream or 0)
+        return 0
+
+    p, i, u = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
+    signatures = ((encode, (p, p, i, p, i, i, i, p, p, p, u, p)), (decode, (p, p, i, p, i, i, i, p, p)),
+                  (decode, (p, p, i, i, p, i, p, p, p)), (record, (p, p)), (wait, (p, p, u)), (copy, (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, p)))
+    return LaunchCalls(library, *[ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(function) for function, arguments in signatures])
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> ctypes.CDLL:
+    target = tmp_path_factory.mktemp("launch") / "launch.so"
+    subprocess.run([*toolchain.find("c++"), "-x", "c++", "-std=c++17", "-fPIC", "-shared", str(csrc_dir() / "zipccl/launch.h"), "-o",
+                    str(target)], check=True, timeout=120)
+    return ctypes.CDLL(str(target))
+
+
+@pytest.fixture(params=["step by step", "prepared", "prepared, words by encode"])
+def gpu(request, monkeypatch, library):
     gpu = Gpu()
+    gpu.is_prepared, gpu.posts = "prepared" in request.param, "words" in request.param
+    calls = prepared(gpu, library) if gpu.is_prepared else None
     objects = {}
 
     def stream(handle):
@@ -136,10 +215,6 @@ def gpu(monkeypatch):
 
         def __exit__(self, *exc):
             gpu.current = self._before
-
-    def data_ptr(tensor):
-        storage = tensor.untyped_storage()
-        return id(objects.setdefault(storage._cdata, storage)) * 2**20 + tensor.storage_offset() * tensor.element_size()
 
     def copy(tensor, *_, **__):
         if tensor.is_cuda:                                      # the words' way to host memory is not of interest
@@ -165,7 +240,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(streams, "On", On)
     monkeypatch.setattr(streams, "copy", lambda target, offset, source: gpu.queue("copy"))
     monkeypatch.setattr(streams, "keep", lambda tensor: None)
-    monkeypatch.setattr(FakeTensor, "data_ptr", data_ptr, raising=False)
+    monkeypatch.setattr(FakeTensor, "data_ptr", lambda tensor: gpu.address(tensor), raising=False)
     monkeypatch.setattr(FakeTensor, "__getitem__", part, raising=False)
     monkeypatch.setattr(FakeTensor, "__setitem__", lambda tensor, key, value: copy(tensor), raising=False)
     monkeypatch.setattr(FakeTensor, "copy_", copy, raising=False)
@@ -176,7 +251,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(Words, "tolist", lambda words: [gpu.word] * words.data.numel())
     monkeypatch.setitem(ops._SETS, "told", None)
     monkeypatch.setattr(loader, "resolve", lambda *_: "told")
-    ops.register("told", Kernels(gpu), ("cuda",))
+    ops.register("told", Kernels(gpu, calls), ("cuda",))
     gpu.word = 0
     with FakeTensorMode():
         yield gpu
@@ -245,7 +320,8 @@ def test_order_of_a_call(gpu, live, op, overflow, second):
         encodes, payloads, words, decodes, copies, resends = ({i for i in gpu.all(what) if i > first} for what in (
             "encode", "payload", "words", "decode", "copy", "resend"))
         read, others = max(gpu.all("read")), gpu.all("of the default stream")
-        assert payloads and words and (encodes or op == "broadcast") and (decodes or overflow)
+        assert payloads and (encodes and words or op == "broadcast") and (decodes or overflow)
+        assert bool(gpu.num_prepared) == (gpu.is_prepared and op in PREPARED)
         assert bool(resends) == (overflow or op == "all_reduce")
         for each in encodes | payloads | words | decodes | copies | resends:
             assert first in gpu.before(each), f"{gpu.log[each]} before its input is there"
@@ -262,7 +338,8 @@ def test_a_call_passes_what_comes_after_it(gpu, live, op):
     """C62: neither waits for the other before ``wait()``; words are not behind payloads."""
     work = begin(gpu, live, op, 7)
     between, = gpu.all("between")
-    assert gpu.all("payload", "words", "decode", "resend").isdisjoint(gpu.before(between)), "the caller is held up"
+    others = gpu.all("payload", "decode", "resend", *[] if gpu.posts else ["words"])             # an encode's words are its own
+    assert others.isdisjoint(gpu.before(between)), "the caller is held up"
     assert all(gpu.all("payload").isdisjoint(gpu.before(each)) for each in gpu.all("words") if op != "all_reduce")
     assert gpu.all("decode"), "decoded at wait() alone"
     end(gpu, work, 9)

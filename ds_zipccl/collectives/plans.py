@@ -1,0 +1,66 @@
+"""What a flight's calls queue on a GPU beside their payload, prepared so that two calls of C do it (kernels/launch_calls.py)."""
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ds_zipccl.codec.codec import Codec
+from ds_zipccl.collectives import streams
+from ds_zipccl.kernels import launch_calls
+from ds_zipccl.kernels.cuda_calls import FRAME_ALIGN, workspace_words
+
+
+class Rows(NamedTuple):
+    """One call of the codec's: ``frames`` [rows, bytes] of the rows that begin at the tensor's element ``offset`` (of a sum: the own one,
+    in the input). ``skip``: a row to leave out; of a sum the one that is not from a frame."""
+    codec: Codec
+    frames: torch.Tensor
+    skip: int = -1
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """``decodes``: None: more is to be done than decoding, step by step. ``copy``: this rank's piece, in elements: where it begins in the
+    input, and in the output, and its length. Output and input may share memory ``anywhere`` at all, or where ``own_in_place`` and this
+    rank's piece of the output is the input; else such calls are launched step by step."""
+    encodes: list[Rows]
+    decodes: list[Rows] | None
+    copy: tuple[int, int, int] = (0, 0, 0)
+    sums: bool = False
+    anywhere: bool = False
+    own_in_place: bool = False
+
+    def is_aligned(self) -> bool:
+        """As kernels that take addresses need it."""
+        return not any((t.data_ptr() | t.stride(0)) % FRAME_ALIGN for _, t, *_ in (*self.encodes, *(self.decodes or ())))
+
+
+class Plan:
+    """A recipe for tensors of known sizes on the current stream. ``encoded``, ``filled``: marks, the second of the flight's."""
+    __slots__ = ("begin", "join", "end", "fills", "decode_stream", "_anywhere", "_place", "_x_bytes", "_out_bytes", "_kept")
+
+    def __init__(self, recipe: Recipe, launcher, x: torch.Tensor, out: torch.Tensor, status: torch.Tensor, decode_stream: torch.cuda.Stream,
+                 filled: streams.Mark):
+        index, item, stream, encoded = x.get_device(), x.element_size(), streams.current(x.device), streams.Mark(x.device)
+        words = max([workspace_words(len(rows.frames), rows.codec.geometry) for rows in recipe.encodes], default=0)
+        unread = launcher.unread_word(index)
+        encodes = [_step(rows, status.data_ptr()) for rows in recipe.encodes]
+        decodes = [_step(rows, unread, recipe.sums) for rows in recipe.decodes or ()]
+        plan = launcher.launch_calls.plan(encodes, decodes, tuple(item * each for each in recipe.copy), words and launcher.workspace(
+            index, stream, words), stream, decode_stream.cuda_stream, encoded.handle, filled.handle)
+        self.begin, self.end, self.join = plan.begin, plan.end, plan.join
+        self.fills, self.decode_stream = recipe.decodes is not None, decode_stream.cuda_stream
+        self._anywhere, self._place = recipe.anywhere, item * recipe.copy[1] if recipe.own_in_place else None
+        self._x_bytes, self._out_bytes, self._kept = x.nbytes, out.nbytes, (recipe, encoded, status)
+
+    def suits(self, x: int, out: int) -> bool:
+        """Tensors at these addresses: whether filling the output early harms nothing, for a resend needs the input as it was."""
+        apart = out >= x + self._x_bytes or x >= out + self._out_bytes
+        return apart or self._anywhere or self._place is not None and x == out + self._place
+
+
+def _step(rows: Rows, word: int, is_sum: bool = False):
+    frames = rows.frames
+    return launch_calls.step(rows.codec.geometry, frames.data_ptr(), frames.stride(0), len(frames), rows.skip, word, offset=rows.offset,
+                             is_sum=is_sum)

@@ -1,0 +1,90 @@
+"""The C interface of csrc/zipccl/launch.h, through ctypes: what a zipped call queues beside its payload, by two calls. Knows no group.
+
+Addresses are of device memory, streams and events handles of the driver's.
+"""
+import ctypes
+
+from ds_zipccl.errors import KernelError
+from ds_zipccl.kernels.cuda_calls import packed_geometry
+from ds_zipccl.kernels.geometry import Geometry
+from zipscape.errors import describe
+
+_P, _I = ctypes.c_void_p, ctypes.c_int64
+_FROM_CODEC = ("zipccl_cuda_encode_telling", "zipccl_cuda_decode", "zipccl_cuda_decode_reduce")
+_FROM_DRIVER = ("cuEventRecord", "cuStreamWaitEvent", "cuMemcpyDtoDAsync_v2")
+
+
+class _Step(ctypes.Structure):
+    """launch.h has the meaning."""
+    _fields_ = [("geometry", ctypes.c_char_p), ("start", _I), ("to", _I), ("row_stride", _I), ("frames", _P), ("frame_stride", _I),
+                ("num_rows", _I), ("skip", _I), ("is_sum", _I), ("word", _P)]
+
+
+class _Plan(ctypes.Structure):
+    """launch.h has the meaning."""
+    _fields_ = [("functions", ctypes.POINTER(_P)), ("encodes", ctypes.POINTER(_Step)), ("decodes", ctypes.POINTER(_Step)),
+                ("num_encodes", _I), ("num_decodes", _I), ("copy_from", _I), ("copy_to", _I), ("copy_bytes", _I), ("workspace", _P),
+                ("stream", _P), ("decode_stream", _P), ("encoded", _P), ("filled", _P)]
+
+
+def step(g: Geometry, frames: int, frame_stride: int, num_rows: int, skip: int, word: int, *, offset: int = 0,
+         is_sum: bool = False) -> _Step:
+    """A call of the codec's, with what it is before and after the payload. ``offset``: elements of the tensor (of a sum: of the input)
+    before its first row. ``word``: address of the status, or of what decode finds wrong."""
+    start = offset * g.itemsize
+    to, stride = 0 if is_sum else start, g.numel * g.itemsize
+    return _Step(packed_geometry(g), start, to, stride, frames, frame_stride, num_rows, skip, is_sum, word)
+
+
+def load(codec: ctypes.CDLL) -> "LaunchCalls":
+    """Of the codec's library (csrc/zipccl/codec.cu)."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    return LaunchCalls(codec, *[getattr(codec, name) for name in _FROM_CODEC], *[getattr(driver, name) for name in _FROM_DRIVER])
+
+
+class LaunchCalls:
+    """``functions``: encode, decode, decode_reduce of the codec, then the driver's to record an event, wait for one, copy; C functions."""
+
+    def __init__(self, library: ctypes.CDLL, *functions):
+        self._functions = functions                 # kept
+        self._table = (_P * len(functions))(*[ctypes.cast(function, _P) for function in functions])
+        self.begin, self.end, self.join = library.zipccl_launch_begin, library.zipccl_launch_end, library.zipccl_launch_join
+        self.begin.argtypes, self.end.argtypes, self.join.argtypes = (_P, _P, _P, _P, ctypes.c_uint32), (_P, _P, _P), (_P, _P)
+
+    def plan(self, encodes: list[_Step], decodes: list[_Step], copy: tuple[int, int, int], workspace: int, stream: int, decode_stream: int,
+             encoded: int, filled: int) -> "Plan":
+        """``copy``: bytes before this rank's piece in the input, before its place in the output, and of it. ``encoded``, ``filled``:
+        events."""
+        return Plan(self, encodes, decodes, (*copy, workspace, stream, decode_stream, encoded, filled))
+
+
+class Plan:
+    """What calls of one kind queue. Raises KernelError when CUDA refuses something."""
+    __slots__ = ("_begin", "_end", "_join", "_address", "_kept")
+
+    def __init__(self, calls: LaunchCalls, encodes, decodes, rest: tuple):
+        lists = [(_Step * len(steps))(*steps) for steps in (encodes, decodes)]
+        plan = _Plan(calls._table, *lists, len(encodes), len(decodes), *rest)
+        self._begin, self._end, self._join = calls.begin, calls.end, calls.join
+        self._address, self._kept = ctypes.addressof(plan), (calls, plan, lists)
+
+    def begin(self, x: int, out: int, mail: int, stamp: int) -> None:
+        """Before the payload; ``x``, ``out``: the tensors' addresses. ``mail``: where ``stamp`` << 32 | the status goes; 0: nowhere."""
+        code = self._begin(self._address, x, out, mail, stamp)
+        if code:
+            _refused(code)
+
+    def end(self, x: int, out: int) -> None:
+        """When the decode stream waits for the payload."""
+        code = self._end(self._address, x, out)
+        if code:
+            _refused(code)
+
+    def join(self, stream: int) -> bool:
+        """``stream`` waits for the output. False: the driver refused; as from a thread that has not used CUDA yet."""
+        return self._join(self._address, stream) == 0
+
+
+def _refused(code: int) -> None:
+    raise KernelError(describe("CUDA refused a part of a zipped call", got=f"error {code}",
+                               todo="run `ds_zipccl report`; error 209 or 222 means the library was built for another GPU"))

@@ -7,6 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
+@dataclass(slots=True)
+class NativeCount:
+    """Calls of one collective that went uncompressed for one reason. ``add`` takes no lock: CPython switches threads at calls and jumps
+    alone."""
+    num_calls: int = 0
+    num_bytes: int = 0
+
+    def add(self, raw_bytes: int) -> None:
+        self.num_calls += 1
+        self.num_bytes += raw_bytes
+
+
 @dataclass
 class OpStats:
     """Sums for one collective. Bytes are what this rank sends: native size (raw) and really sent (wire, with headers
@@ -22,9 +34,15 @@ class OpStats:
     calls_one_sided: int = 0                    # of those zipped: over symmetric memory, not the process group
     not_one_sided: Counter = field(default_factory=Counter)         # why not, of calls that were to go there
 
-    def as_dict(self) -> dict:
+    def as_dict(self, natives: dict[str, NativeCount]) -> dict:
+        """``natives``: by reason."""
         row = {key: dict(value) if isinstance(value, Counter) else value for key, value in self.__dict__.items()}
-        row["ratio"] = round(self.raw_bytes / self.wire_bytes, 4) if self.wire_bytes else None
+        for reason, native in natives.items():
+            row["calls_native"] += native.num_calls
+            row["native_reasons"][reason] = native.num_calls
+            row["raw_bytes"] += native.num_bytes
+            row["wire_bytes"] += native.num_bytes
+        row["ratio"] = round(row["raw_bytes"] / row["wire_bytes"], 4) if row["wire_bytes"] else None
         return row
 
 
@@ -34,6 +52,7 @@ class Stats:
     def __init__(self):
         self._lock = threading.Lock()
         self._ops: dict[str, OpStats] = {}
+        self._natives: dict[str, dict[str, NativeCount]] = {}               # by collective and reason
         self.sections: dict[str, Callable[[], tuple[dict, dict]]] = {}      # further keys of a step's row: (counters so far, gauges)
 
     def _op(self, op: str) -> OpStats:
@@ -41,12 +60,13 @@ class Stats:
 
     def native(self, op: str, reason: str, raw_bytes: int) -> None:
         """Counts a call that went uncompressed, with its reason."""
+        self.native_count(op, reason).add(raw_bytes)
+
+    def native_count(self, op: str, reason: str) -> NativeCount:
+        """For callers that count many."""
         with self._lock:
-            row = self._op(op)
-            row.calls_native += 1
-            row.native_reasons[reason] += 1
-            row.raw_bytes += raw_bytes
-            row.wire_bytes += raw_bytes
+            self._op(op)
+            return self._natives.setdefault(op, {}).setdefault(reason, NativeCount())
 
     def zipped(self, op: str, raw_bytes: int, wire_bytes: int, one_sided: bool = False) -> None:
         """Counts a compressed call."""
@@ -75,7 +95,7 @@ class Stats:
     def snapshot(self) -> dict[str, dict]:
         """{op: counters} so far, a copy."""
         with self._lock:
-            return {op: row.as_dict() for op, row in self._ops.items()}
+            return {op: row.as_dict(self._natives.get(op, {})) for op, row in self._ops.items()}
 
 
 def difference(now: dict, before: dict) -> dict:

@@ -16,7 +16,7 @@ from ds_zipccl.collectives.registry import Call, CollectiveSpec, specs
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import loader
-from ds_zipccl.stats import Stats
+from ds_zipccl.stats import difference
 from zipscape.errors import ZipScapeError, describe
 from zipscape.machine import write_json
 
@@ -173,9 +173,9 @@ def measure(spec: CollectiveSpec, size: int, args, runtime: Runtime, in_place: b
         wrong += count_wrong(spec, call, ours)
     for _ in range(3):
         ours()                                       # capacities and the switch settle
-    runtime.stats = Stats()
+    before = runtime.stats.snapshot().get(spec.name, {})
     times = _times({"native": native, "native again": native, "ours": ours}, call, args.iters)
-    seen = runtime.stats.snapshot()[spec.name]
+    seen = difference(runtime.stats.snapshot()[spec.name], before)
     calls = seen["calls_zipped"] + seen["calls_native"]
     reasons = max(seen["native_reasons"], key=seen["native_reasons"].get, default="")
     most = torch.tensor([seen["raw_bytes"], seen["wire_bytes"]], device=device)          # of all ranks: a broadcast is sent by one
@@ -203,7 +203,7 @@ def measure(spec: CollectiveSpec, size: int, args, runtime: Runtime, in_place: b
 
 def _bench(args, argv: list[str]) -> int:
     config = ZipcclConfig(enabled=True, collectives=args.choice, min_bytes=0, kernels=args.kernels, level=args.level,
-                          transport=args.transport, deterministic_reduce=False)
+                          transport=args.transport, deterministic_reduce=False, split_lists="all_or_none")
     runtime = Runtime(config, {args.device: loader.resolve(args.kernels, args.device, args.level)})
     first, rows = dist.get_rank() == 0, []
     names = list(dict.fromkeys(args.op.split(","))) if args.op else list(specs())

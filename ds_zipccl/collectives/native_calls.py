@@ -6,6 +6,7 @@ import torch
 
 from ds_zipccl.collectives.registry import Call
 from ds_zipccl.collectives.switch import Measured
+from ds_zipccl.stats import NativeCount, Stats
 
 MAX_KNOWN = 4096
 #: Reasons that follow from what ``signature`` holds, the settings and the switch's costs.
@@ -13,10 +14,10 @@ LASTING = frozenset({"world_size_1", "never", "dtype", "device", "reduce_op", "s
                      "deterministic_reduce"})
 
 
-@dataclass
+@dataclass(slots=True)
 class Known:
     """``measured``, ``costs``: what the switch's answer came from, None where it was not asked."""
-    reason: str
+    count: NativeCount
     raw_bytes: int
     measured: Measured | None
     costs: object
@@ -65,12 +66,12 @@ class NativeCalls:
         measured.num_calls += 1
         return known
 
-    def remember(self, key: tuple | None, reason: str, raw_bytes: int, measured: Measured | None) -> None:
+    def remember(self, key: tuple | None, reason: str, raw_bytes: int, measured: Measured | None, stats: Stats) -> None:
         if key is None or reason not in LASTING:
             return
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        self._known[key] = Known(reason, raw_bytes, measured, measured.costs if measured else None)
+        self._known[key] = Known(stats.native_count(key[0], reason), raw_bytes, measured, measured.costs if measured else None)
 
     def forget(self) -> None:
         """Groups end, and others get their places in memory."""

@@ -63,8 +63,9 @@ class Runtime:
         key = self._key(call)
         known = self._native_calls.find(key, self.config.reprobe_calls)
         if known is not None:
-            self.before_native(call.group, call.device)
-            self.stats.native(call.op, known.reason, known.raw_bytes)
+            if not call.inputs[0].is_cuda:
+                self.before_native(call.group, call.device)
+            known.count.add(known.raw_bytes)
             return None
         spec, kind = self._specs[call.op], self._known_kind(key, call)
         if kind is not None:
@@ -130,7 +131,7 @@ class Runtime:
                 return
         elif reason == "native_is_faster":
             measured = state.measured(call.op, call.dtype)
-        self._native_calls.remember(key, reason, raw_bytes, measured)
+        self._native_calls.remember(key, reason, raw_bytes, measured, self.stats)
 
     def _known_kind(self, key: tuple | None, call: Call) -> Kind | None:
         """What was found out when such a call could be zipped, if it holds for this one too: all but this is in ``signature``."""

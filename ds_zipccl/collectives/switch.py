@@ -74,12 +74,13 @@ class Measured:
         return gains
 
 
-def _timed_us(run, device: torch.device) -> float:
-    start = time.perf_counter()
+def _timed_us(run, device: torch.device, start: Callable[[], None]) -> float:
+    start()
+    began = time.perf_counter()
     run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) * 1e6
+    return (time.perf_counter() - began) * 1e6
 
 
 @functools.lru_cache(maxsize=4096)
@@ -98,7 +99,7 @@ def measure(spec: CollectiveSpec, call: Call, run_zipped: Callable[[Call], bool]
     False, on all ranks. One-sided results are compared with the others: a rank that sees a difference rules that way out for all.
     """
     device, sizes = call.device, _affordable_sizes(call, side)
-    times = [_medians(spec, _test_call(spec, call, size), run_zipped, run_one_sided) for size in sizes]
+    times = [_medians(spec, _test_call(spec, call, size), run_zipped, run_one_sided, _starter(call, side)) for size in sizes]
     mine = torch.tensor(list(zip(*times, strict=True)), dtype=torch.float64, device=device).view(-1)
     gathered = torch.empty(mine.numel() * call.world_size, dtype=torch.float64, device=device)
     side.all_gather(gathered, mine).wait()
@@ -122,6 +123,20 @@ def _affordable_sizes(call: Call, side) -> tuple[int, ...]:
     return sizes[:max(2, int(everyones.min()))]
 
 
+def _starter(call: Call, side) -> Callable[[], None]:
+    """What makes all ranks begin at the same time, with nothing queued: a run that begins while another rank is busy still, with the run
+    before, is measured too long, or has its host time hidden behind that."""
+    own = torch.zeros(1, dtype=torch.int32, device=call.device)
+    everyones = torch.empty(call.world_size, dtype=torch.int32, device=call.device)
+
+    def start() -> None:
+        side.all_gather(everyones, own).wait()
+        if call.device.type == "cuda":
+            torch.cuda.synchronize(call.device)
+
+    return start
+
+
 def _free_bytes(device: torch.device) -> int | None:
     """For new tensors on a GPU; None: elsewhere, nobody counts it."""
     if device.type != "cuda":
@@ -137,8 +152,8 @@ def _test_call(spec: CollectiveSpec, call: Call, whole_bytes: int) -> Call:
     return test
 
 
-def _medians(spec: CollectiveSpec, test: Call, run_zipped, run_one_sided) -> list[float]:
-    """Microseconds on this rank: native, zipped, one-sided (None: not at all)."""
+def _medians(spec: CollectiveSpec, test: Call, run_zipped, run_one_sided, start: Callable[[], None]) -> list[float]:
+    """Microseconds on this rank: native, zipped, one-sided (None: not at all). ``start()`` before each."""
     def natively(test: Call) -> bool:
         return spec.native(test).wait()
 
@@ -151,7 +166,7 @@ def _medians(spec: CollectiveSpec, test: Call, run_zipped, run_one_sided) -> lis
     times = [[] for _ in runs]
     for turn in range(1 + PROBE_ROUNDS[test.device.type]):
         for run, seen in zip(runs, times, strict=True):
-            time_us = math.inf if run is None else _timed_us(functools.partial(run, test), test.device)
+            time_us = math.inf if run is None else _timed_us(functools.partial(run, test), test.device, start)
             if turn:
                 seen.append(time_us)
     native, zipped, one_sided = map(statistics.median, times)

@@ -22,17 +22,17 @@ KNOWN = {"collectives/words.py", "collectives/mailbox.py", "collectives/frame_ca
 
 class HostWaits(TorchDispatchMode):
     """Within it, on a CPU: operations that would hold the host on a GPU. On a GPU: what torch itself says held it. ``ours``: where in
-    ds_zipccl; ``others``: how many elsewhere."""
+    ds_zipccl; ``others``: where elsewhere."""
 
     def __init__(self):
         super().__init__()
-        self.ours, self.others = collections.Counter(), 0
+        self.ours, self.others = collections.Counter(), collections.Counter()
         self._cuda = torch.get_default_device().type == "cuda"
 
     def _note(self, filename, function, line):
         file = filename.rsplit("/ds_zipccl/")[-1]
         if file == filename:
-            self.others += 1
+            self.others[f"{file}:{line} {function}"] += 1
         elif file not in KNOWN:
             self.ours[f"{file}:{line} {function}"] += 1
 
@@ -59,16 +59,21 @@ class HostWaits(TorchDispatchMode):
             finally:
                 torch.Tensor.tolist = original
             return
+        def shown(message, category, filename, lineno, file=None, line=None):
+            if "synchroniz" in str(message):
+                frames = traceback.extract_stack()[:-1]
+                frame = next((f for f in reversed(frames) if "/ds_zipccl/" in f.filename), None) or next(
+                    f for f in reversed(frames) if "/torch/" not in f.filename and not f.filename.endswith("warnings.py"))
+                self._note(frame.filename, frame.name, frame.lineno)
+
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            with warnings.catch_warnings(record=True) as caught:
+            with warnings.catch_warnings():
                 warnings.simplefilter("always")
+                warnings.showwarning = shown
                 yield self
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        for warning in caught:
-            if "synchroniz" in str(warning.message):
-                self._note(warning.filename, "", warning.lineno)
 
 
 def case_the_host_waits_are_seen(rank, world):
@@ -76,7 +81,7 @@ def case_the_host_waits_are_seen(rank, world):
     waits = HostWaits()
     with waits.watching():
         assert torch.ones(3).sum().item() == 3
-    assert waits.others == 1 and not waits.ours
+    assert waits.others.total() == 1 and not waits.ours
 
 
 def case_repeated_calls_wait_for_nothing_on_the_host(rank, world):
@@ -98,14 +103,14 @@ def case_steps_wait_for_nothing_more_on_the_host_at_2(rank, world):
     """Of a whole training step, forward to optimizer: nothing in our code, in each stage and with cached frames."""
     cached = zero3_cache_helpers.CACHED
     for stage, section in ((1, zero_cases.ZIPPED), (2, zero_cases.ZIPPED), (3, zero_cases.ZIPPED), (3, cached)):
-        counts = []
+        found = []
         for one in (None, section):
             waits = HostWaits()
             config = zero_cases.settings(stage, "bf16", **({} if one is None else {"zipccl": one}))
             _train(config, stage, lambda step, waits=waits: waits.watching() if step == 2 else contextlib.nullcontext(), steps=3)
             assert not waits.ours, (stage, one, waits.ours)
-            counts.append(waits.others)
-        assert 0 < counts[1] <= counts[0], (stage, counts)
+            found.append(waits.others)
+        assert 0 < found[1].total() <= found[0].total(), (stage, found)
 
 
 def _train(config, stage, around, steps):
@@ -211,8 +216,9 @@ def case_memory_stays_within_the_bound_on_gpus(rank, world):
             assert extra <= 2 * bound + (4 << 20), (op, extra)
             if op == AG:
                 assert_same_bits(out.split(numel // world)[rank], given, op)
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() - before <= 1 << 20, "memory stays behind"
+    torch.cuda.empty_cache()                    # which looks at what other streams used: freed so far, counted still
+    behind = torch.cuda.memory_allocated() - before
+    assert behind <= 1 << 20, f"{behind >> 20} MiB stay behind"
 
 
 @contextlib.contextmanager

@@ -216,8 +216,8 @@ def case_ranks_that_measure_differently_decide_alike(rank, world):
     original, probes = switch._timed_us, []
     random = torch.Generator("cpu").manual_seed(rank)
 
-    def noisy(run, device):
-        probes.append(original(run, device))
+    def noisy(*args):
+        probes.append(original(*args))
         return 1e4 * float(torch.rand(1, generator=random, device="cpu"))
 
     switch._timed_us = noisy

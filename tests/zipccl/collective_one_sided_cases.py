@@ -169,8 +169,8 @@ def adaptive(times, why_not=None, spoil=lambda out: None, **settings):
         (one_sided, "reason_by_kind"))}
     opened, num_measured = [], []
 
-    def medians(spec, test, run_zipped, run_one_sided):
-        seen = kept[switch, "_medians"](spec, test, run_zipped, run_one_sided)
+    def medians(spec, test, *runs):
+        seen = kept[switch, "_medians"](spec, test, *runs)
         size = max(t.nbytes for t in (*test.inputs, *test.outputs))
         num_measured.append(size)
         made_up = times(min((SMALL, MIDDLE, LARGE), key=lambda probed: abs(probed - size)), (len(num_measured) - 1) // 3)

@@ -23,6 +23,7 @@ import torch
 from benchmarks.scape_quality import picture, text, verify
 from benchmarks.scape_quality.model import Shape
 from benchmarks.scape_quality.run import Held, Job, Run, side_by_side
+from ds_scape.kernels import loader
 from zipscape.machine import write_json
 
 #: The most important first. dense_warmup_steps: a share of all. Learning rates: of the study before this code, which had other text.
@@ -92,16 +93,25 @@ class Chunk:
     def say(self, *words) -> None:
         print(f"[{time.monotonic() - self.start:6.1f} s]", *words, flush=True)
 
-    def make(self, job: Job, train, held) -> Run:
-        try:
-            run = Run(job, train, held, self.device, self.compiled)
-        except Exception as error:
+    def verify(self) -> bool:
+        """Against the product; and whether the compiled model can be used."""
+        if not verify.main(jobs(self.args)[0].shape if self.device.type == "cuda" else None):
+            return False
+        self.say("verified; kernels:", loader.choose("best", self.device.type).names)
+        if self.compiled:
+            try:
+                error = verify.model_error(jobs(self.args)[0].shape, self.device, self.args.batch, self.args.workers)
+                self.compiled = error < 0.05
+                self.say(f"the compiled model's gradients differ from the plain one's by {error:.2e} of their norm")
+            except Exception as error:      # whatever a compiler may raise: the plain one is slower and right
+                self.compiled = False
+                self.say(f"the compiled model failed: {error!r}"[:1000])
             if not self.compiled:
-                raise
-            self.say(f"the compiled model failed, going on without: {error!r}"[:600])
-            self.compiled = False
-            torch.cuda.synchronize()
-            run = Run(job, train, held, self.device, False)
+                self.say("GOING ON WITHOUT torch.compile")
+        return True
+
+    def make(self, job: Job, train, held) -> Run:
+        run = Run(job, train, held, self.device, self.compiled)
         if (self.args.folder / f"{job.key}.pt").exists():
             run.load(self.args.folder)
         return run
@@ -110,6 +120,13 @@ class Chunk:
         left = max((run.job.steps - run.row["step"] for run in active), default=0)
         step, self.seconds_per_step = min((run.row["step"] for run in active), default="-"), per_round / max(1, len(active))
         self.say(f"{len(active)} runs, step {step}, {1e3 * per_round:.2f} ms a step of all, {left * per_round:.0f} s to go")
+
+    def keep(self, run: Run) -> None:
+        """The row of a run that is done."""
+        row, folder = run.settle(), self.args.folder
+        (folder / f"{run.job.key}.json").write_text(json.dumps(row))
+        (folder / f"{run.job.key}.pt").unlink(missing_ok=True)
+        self.say(f"{run.job.key}: done,", row["curve"][-1])
 
     def run(self) -> None:
         args, folder = self.args, self.args.folder
@@ -128,28 +145,24 @@ class Chunk:
                     break
             now, waiting = waiting[:num], waiting[num:]
             runs = [self.make(job, train, held) for job in now]
-            self.say("ready:", ", ".join(job.key for job in now))
-            stopped = side_by_side(runs, args.eval_every, self.deadline, args.whole, self.report)
-            for run in runs:
-                row = run.settle()
-                if run.is_done:
-                    (folder / f"{run.job.key}.json").write_text(json.dumps(row))
-                    (folder / f"{run.job.key}.pt").unlink(missing_ok=True)
-                elif not args.whole:
+            alone = ", ".join(f"{run.pass_ms:.2f}" for run in runs)
+            self.say("ready:", ", ".join(job.key for job in now), f"(forward and backward alone: {alone} ms)")
+            stopped = side_by_side(runs, args.eval_every, self.deadline, args.whole, self.report, self.keep)
+            for run in stopped:
+                if not args.whole:
                     run.save(folder)
-                self.say(f"{run.job.key}: step {row['step']}/{run.job.steps}{' (stopped)' if run in stopped else ''}", row["curve"][-1:])
-            del runs, stopped
+                self.say(f"{run.job.key}: stopped at step {run.row['step']}", run.settle()["curve"][-1:])
+            runs = stopped = run = None         # their memory is for the next ones
+        if self.device.type == "cuda":
+            self.say(f"GPU memory at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
 
 
 def main(argv=None) -> int:
     start, args = time.monotonic(), parse(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
     chunk = Chunk(args, start)
-    if not args.no_verify:
-        on_gpu = chunk.device.type == "cuda"
-        if not verify.main(jobs(args)[0].shape if on_gpu else None, chunk.compiled):
-            return 1
-        chunk.say("verified")
+    if not (args.no_verify or chunk.verify()):
+        return 1
     chunk.run()
     rows = [json.loads(path.read_text()) for path in sorted(args.folder.glob("*.seed*.json"))]
     print(picture.table(rows))

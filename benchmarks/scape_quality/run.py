@@ -80,6 +80,7 @@ class Run:
         self.row = {"job": asdict(job), "step": 0, "curve": [], "num_parameters": shape.num_parameters,
                     "epochs": job.steps * job.tokens_per_step / train.numel()}
         self._points, self._since, self._under_way, self._graphs = [], 0, False, None
+        self.pass_ms = math.nan         # of a forward and backward pass alone on a GPU
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             self._host_squares = torch.zeros(job.workers, dtype=torch.float64, pin_memory=True)
@@ -117,6 +118,13 @@ class Run:
             self._pass()
         with torch.cuda.graph(self._graphs[1], stream=self._stream):
             self._found = self._evaluate_all()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        for i in range(12):
+            if i in (2, 11):
+                marks[i // 11].record()
+            self._graphs[0].replay()
+        torch.cuda.synchronize()
+        self.pass_ms = marks[0].elapsed_time(marks[1]) / 9
         self._number.zero_()
         self._loss_sum.zero_()
 
@@ -195,12 +203,13 @@ class Run:
             torch.cuda.synchronize()
 
 
-def side_by_side(runs: list[Run], eval_every: int, deadline: float, whole: bool = False, report=None, seconds: float = 2.0) -> list[Run]:
+def side_by_side(runs: list[Run], eval_every: int, deadline: float, whole: bool = False, report=None, done=None,
+                 seconds: float = 2.0) -> list[Run]:
     """Takes the steps of all runs, the most important first, until they are done or the deadline (of time.monotonic()). Returns those
     that are not done, each after a whole step.
 
     whole: where not all can end in time, the least important stop at once. report(active runs, seconds of a step of all of them): called
-    every so many ``seconds``.
+    every so many ``seconds``. done(run): called when it is.
     """
     active, stopped, rounds, since = [run for run in runs if not run.is_done], [], 0, time.monotonic()
     for run in active:
@@ -214,6 +223,8 @@ def side_by_side(runs: list[Run], eval_every: int, deadline: float, whole: bool 
             late = None if run.is_done else run
             if run.is_done:
                 active.remove(run)
+                if done:
+                    done(run)
         if late is not None:
             late.begin()
         rounds, now = rounds + 1, time.monotonic()

@@ -66,6 +66,10 @@ class ZipcclConfig(BaseModel):
     where they can, the switch measures both ways and takes the faster one for each size. Not the default until a
     GPU has been seen to run it."""
 
+    split_lists: Literal["any", "all_or_none"] = "any"
+    """Which ranks pass split lists to one and the same all_to_all_single. "all_or_none" is your promise that all ranks of its group do, or
+    none does: only then may those without lists go one-sided, since no rank can see what another one passes."""
+
     kernels: Literal["best", "reference", "cpu", "cuda", "triton"] = "best"
     """The codec's kernels. "best" takes the fastest that works here; a name is taken literally or is an error."""
 

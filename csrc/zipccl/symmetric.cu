@@ -3,10 +3,10 @@
 // Launchers queue and return a cudaError_t; none waits. An Engine knows the ranks' symmetric memory and owns the streams beside the
 // caller's. One call queues a whole collective: the host's time is that of its launches. Numbers of messages and their places follow from
 // the calls that were made, so they are the same on every rank.
+#include "queue.h"
 #include "ring.h"
 #include "symmetric.cuh"
 
-#include <cstring>
 #include <new>
 
 using namespace zipscape;
@@ -45,67 +45,27 @@ extern "C" __global__ void __launch_bounds__(kCopyThreads) zipccl_copy_own(const
     copy_bytes(c.to, c.from, c.num_bytes);
 }
 
-#ifdef ZIPSCAPE_EMULATE
-typedef void* cudaStream_t;
-typedef void* cudaEvent_t;
-constexpr bool kFuses = false;                             // a rank's turn comes only when others have sent: ranks run one after the other
-#define ZIPCCL_LAUNCH(kernel, grid, threads, stream, arguments) (void)(stream), emulate::launch(grid, threads, [&] { kernel(arguments); })
-static int last_error() { return 0; }
-static int copy(void* to, const void* from, i64 num_bytes, cudaStream_t) {
-    memcpy(to, from, num_bytes);
-    return 0;
-}
-static int record(cudaEvent_t, cudaStream_t) { return 0; }
-static int wait_for(cudaStream_t, cudaEvent_t) { return 0; }
-static int make(cudaStream_t*, bool) { return 0; }
-static int make(cudaEvent_t*) { return 0; }
-static int is_done(cudaEvent_t) { return 1; }
-static void destroy(cudaStream_t*, u32, cudaEvent_t*, u32) {}
-#else
-constexpr bool kFuses = true;
-#define ZIPCCL_LAUNCH(kernel, grid, threads, stream, arguments) kernel<<<grid, threads, 0, stream>>>(arguments)
-static int last_error() { return (int)cudaGetLastError(); }
-static int copy(void* to, const void* from, i64 num_bytes, cudaStream_t stream) {
-    return (int)cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDeviceToDevice, stream);
-}
-static int record(cudaEvent_t event, cudaStream_t stream) { return (int)cudaEventRecord(event, stream); }
-static int wait_for(cudaStream_t stream, cudaEvent_t event) { return (int)cudaStreamWaitEvent(stream, event, 0); }
-static int make(cudaStream_t* stream, bool urgent) {
-    int least, greatest;
-    const cudaError_t code = cudaDeviceGetStreamPriorityRange(&least, &greatest);
-    return (int)(code ? code : cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, urgent ? greatest : least));
-}
-static int make(cudaEvent_t* event) { return (int)cudaEventCreateWithFlags(event, cudaEventDisableTiming); }
-static int is_done(cudaEvent_t event) {
-    const cudaError_t code = cudaEventQuery(event);
-    return code == cudaSuccess ? 1 : code == cudaErrorNotReady ? 0 : -(int)code;
-}
-static void destroy(cudaStream_t* streams, u32 num_streams, cudaEvent_t* events, u32 num_events) {
-    for (u32 i = 0; i < num_streams; i++) cudaStreamDestroy(streams[i]);
-    for (u32 i = 0; i < num_events; i++) cudaEventDestroy(events[i]);
-}
-#endif
-
-#define ZIPCCL_TRY(expression) \
-    if (const int code = (expression)) return code
-
-static int after(cudaStream_t first, cudaEvent_t event, cudaStream_t then) {
-    const int code = record(event, first);
-    return code ? code : wait_for(then, event);
-}
-
 extern "C" {
 
-// symmetric_calls.py repeats both. Sizes in bytes; host memory, read before return.
+// symmetric_calls.py repeats all. Sizes in bytes; host memory, read before return.
 struct Part {
     const void* geometry;                                  // as zipccl_cuda_encode takes it
     i64 start, raw_bytes, frame_bytes;                     // of each row, from its byte `start` on
-    i64 slot_bytes, num_slots, frame_stride, num_frames;   // its region: slots for the peers' frames, then the frames for them
+    i64 slot_bytes, num_slots, frame_stride, num_frames;   // its region: slots for the peers' frames, then the frames for them, if made here
+    i64 as_it_is;                                          // not 0: it has no frame, and travels behind a header that says so
+};
+
+// Where a part is, if not everywhere `start` behind the call's: this rank's row, the same for all, and where rank r's comes, its own too.
+struct Place {
+    const u8* row;
+    u8* out;
+    i64 out_stride;
 };
 
 // A call. For rank r: the row at `rows` + r * row_stride goes there, its row comes to `out` + r * out_stride (strides may be 0), or into the
 // sum `out` in rank order with `own`, this rank's row (null: no sum). `num_lanes` > 0: frames are made here and moved by the copy engines,
-// on so many streams (1 or 2) in turns; 0: encode writes them to the peers. `made`: the parts' frames, where they exist.
+// on so many streams (1 or 2) in turns; 0: encode writes them to the peers. `made`: the parts' frames, null where there is none (or for all).
+// `places`: of the parts, instead of rows, out and the copy, which is then each part's (or null).
 struct Exchange {
     const u8* rows;
     i64 row_stride;
@@ -118,6 +78,7 @@ struct Exchange {
     i64 num_lanes, num_parts;
     const Part* parts;
     const u8* const* made;
+    const Place* places;
     void *status, *workspace;                              // for encode
     cudaStream_t stream;
 };
@@ -165,6 +126,11 @@ struct Engine {
     i64 own_row(i64 offset, i64 stride) const { return num_ranks() == 2 ? offset : offset + rank() * stride; }
     // A call in one part is a chain on one stream, where it costs the least time of the host. Parts use all there is.
     bool is_chain() const { return x.num_parts == 1; }
+    Place place_of(const Part* p) const {
+        return x.places ? x.places[p - x.parts] : Place{x.rows + p->start, x.out + p->start, x.out_stride};
+    }
+    bool has_frames(const Part* p) const { return x.num_lanes && !p->as_it_is && !(x.made && x.made[p - x.parts]); }
+    bool has_copies() const { return x.places || x.copy_bytes; }
     u32 lane_of(i64 message) const { return is_chain() ? (u32)kChain : x.num_lanes > 1 ? (u32)(message % 2) : (u32)kPush0; }
 };
 
@@ -193,8 +159,15 @@ int claim(Engine* e) {
     return launch_turn(t, e->x.stream);
 }
 
-int copy_own(Engine* e, cudaStream_t stream) {
-    const OwnCopy c = {e->x.copy_to, e->x.copy_from, e->x.copy_bytes};
+// This rank's own row to its place: with the first part all of it, or each part's.
+int copy_own(Engine* e, const Part* p) {
+    OwnCopy c = {e->x.copy_to, e->x.copy_from, e->next ? 0 : e->x.copy_bytes};
+    if (e->x.places) {
+        const Place at = e->place_of(p);
+        c = {at.out + e->rank() * at.out_stride, at.row, p->raw_bytes};
+    }
+    if (!c.num_bytes || c.to == c.from) return 0;
+    cudaStream_t stream = e->is_chain() ? e->x.stream : e->streams[kOwn];
     if (((size_t)c.to | (size_t)c.from) % 16) return copy(c.to, c.from, c.num_bytes, stream);
     const i64 needed = (c.num_bytes / 64 + kCopyThreads) / kCopyThreads;
     ZIPCCL_LAUNCH(zipccl_copy_own, dim3(needed < kOwnCtas ? (u32)needed : kOwnCtas), kCopyThreads, stream, c);
@@ -215,7 +188,7 @@ int send(Engine* e) {
     t.sent = (u32)m.number, t.sent_lane = lane, t.counters = e->counters + lane * kMaxRanks;
     t.overflows = e->overflows + lane * kMaxRanks;
     t.slot = e->own_row(m.offset, p.slot_bytes), t.raw_bytes = p.raw_bytes;
-    t.rows = x.rows + p.start, t.row_stride = x.row_stride, t.frame_stride = same ? 0 : p.frame_stride;
+    t.rows = e->place_of(&p).row, t.row_stride = x.row_stride, t.frame_stride = same ? 0 : p.frame_stride, t.as_it_is = (u32)p.as_it_is;
     if (x.num_lanes) t.frames = made ? made : e->memory() + e->row_0(m.offset + p.num_slots * p.slot_bytes, t.frame_stride);
     if (!x.num_lanes) {
         for (u32 i = 1; i < num_ranks; i++) {
@@ -223,7 +196,7 @@ int send(Engine* e) {
             ZIPCCL_TRY(e->encode(p.geometry, t.rows + peer * x.row_stride, 0, e->nothing.memory[peer] + t.slot, p.slot_bytes, 1, -1, x.status,
                                  x.workspace, x.stream));
         }
-    } else if (!made) {
+    } else if (e->has_frames(&p)) {
         ZIPCCL_TRY(e->encode(p.geometry, t.rows, x.row_stride, (u8*)t.frames, t.frame_stride, same ? 1 : num_ranks, same ? -1 : (i64)e->rank(),
                              x.status, x.workspace, x.stream));
     }
@@ -231,7 +204,9 @@ int send(Engine* e) {
     e->is_moving[lane] = true;
     for (u32 i = 1; x.num_lanes && i < num_ranks; i++) {
         const u32 peer = (e->rank() + i) % num_ranks;                  // not all to the same one at the same time
-        ZIPCCL_TRY(copy(e->nothing.memory[peer] + t.slot, t.frames + peer * t.frame_stride, p.frame_bytes, stream));
+        u8* slot = e->nothing.memory[peer] + t.slot;
+        ZIPCCL_TRY(p.as_it_is ? copy(slot + kHeaderBytes, t.rows + peer * t.row_stride, p.raw_bytes, stream)
+                              : copy(slot, t.frames + peer * t.frame_stride, p.frame_bytes, stream));
     }
     if (e->is_chain() && kFuses) return 0;
     return launch_turn(t, stream);
@@ -254,7 +229,8 @@ int receive(Engine* e) {
     memcpy(&c.g, p.geometry, sizeof c.g);
     memcpy(c.header, (const u8*)p.geometry + sizeof c.g, sizeof c.header);
     c.frames = (u8*)t.arrivals, c.frame_stride = t.arrival_stride;
-    c.x = x.own ? x.own + p.start : nullptr, c.out = x.out + p.start, c.row_stride = x.out_stride;
+    const Place at = e->place_of(&p);
+    c.x = x.own ? x.own + p.start : nullptr, c.out = at.out, c.row_stride = at.out_stride;
     c.num_rows = e->num_ranks(), c.skip = e->rank(), c.status = t.errors;
     r.raw = t.raw;
     const u32 num_groups = (u32)c.g.num_tiles * (32 / kWarps), num_peers = e->num_ranks() - 1;
@@ -280,7 +256,7 @@ int end(Engine* e) {
     ZIPCCL_TRY(launch_turn(t, stream));
     for (u32 lane = 0; lane < kChain; lane++)
         if (e->is_moving[lane]) ZIPCCL_TRY(after(e->streams[lane], e->moved[lane], stream));
-    if (e->x.copy_bytes && !e->is_chain()) ZIPCCL_TRY(after(e->streams[kOwn], e->step, stream));
+    if (e->has_copies() && !e->is_chain()) ZIPCCL_TRY(after(e->streams[kOwn], e->step, stream));
     return record(e->done[++e->num_calls % kNumDone], stream);
 }
 
@@ -289,7 +265,7 @@ int start(Engine* e, const Exchange* x) {
     memset(e->is_moving, 0, sizeof e->is_moving);
     if (e->is_chain()) return 0;                           // its stream waits once the frames are made
     ZIPCCL_TRY(record(e->step, x->stream));
-    if (x->copy_bytes) ZIPCCL_TRY(wait_for(e->streams[kOwn], e->step));
+    if (e->has_copies()) ZIPCCL_TRY(wait_for(e->streams[kOwn], e->step));
     return wait_for(e->streams[kChain], e->step);
 }
 
@@ -305,15 +281,14 @@ int step(Engine* e, bool* more) {
     Message& m = e->place;
     if (!e->has_place) {
         m.part = e->x.parts + e->next;
-        const bool has_frames = e->x.num_lanes && !e->x.made;
-        e->ring.take(m.part->num_slots * m.part->slot_bytes + (has_frames ? m.part->num_frames * m.part->frame_stride : 0), m.number,
-                     m.offset, e->before);
+        const i64 frames = e->has_frames(m.part) ? m.part->num_frames * m.part->frame_stride : 0;
+        e->ring.take(m.part->num_slots * m.part->slot_bytes + frames, m.number, m.offset, e->before);
         e->has_place = true;
     }
     if (!e->waiting.empty() && (e->waiting.size() >= kLead || e->before > e->num_told)) return receive(e);
     if (e->before > e->needed) e->needed = e->before;
     ZIPCCL_TRY(send(e));
-    if (e->next == 0 && e->x.copy_bytes) ZIPCCL_TRY(copy_own(e, e->is_chain() ? e->x.stream : e->streams[kOwn]));
+    ZIPCCL_TRY(copy_own(e, m.part));
     e->waiting.push_back(m);
     e->next++, e->has_place = false;
     return 0;

@@ -2,7 +2,7 @@
 //
 // A message is what every rank sends every other one in one step: a frame in a slot of the receiver's memory. A slot has room for the row as
 // it is. If its frame overflows, the sender puts the raw row behind the frame's header; the receiver sees that by the header. So nobody asks
-// a host, and nothing is sent again.
+// a host, and nothing is sent again. A row that has no frame comes in the same way.
 //
 // Words for each pair of ranks, in the symmetric memory of the one who waits: the number of the last message that arrived from a peer, one
 // word for each lane (messages of different lanes overtake each other), and of the last one that a peer is done with. Numbers only grow, so
@@ -65,7 +65,7 @@ struct Turn {
 
     // Tells peers that message `sent` is in the slot at `slot` of their memory; if its frame overflowed, puts the raw row there before that.
     // Frame and row for rank r are r strides further; `frames`: where they were made, 0: in the slots themselves.
-    u32 sent, sent_lane;
+    u32 sent, sent_lane, as_it_is;                         // as_it_is: there is no frame, and the raw row lies there already
     i64 slot, raw_bytes, frame_stride, row_stride;
     const u8 *frames, *rows;
     u32* counters;                                         // [peers], zero before and after
@@ -114,8 +114,9 @@ __device__ __forceinline__ void announce(const Turn& t) {
     u8* slot = t.memory[peer] + t.slot;
     u32* word = arrived_word(t.memory[peer], t.sent_lane, t.rank);
     const u8* header = t.frames ? t.frames + peer * t.frame_stride : slot;
-    if ((((const u32*)header)[kStatusOffset / 4] & kOverflowBit) == 0) {
+    if (t.as_it_is || (((const u32*)header)[kStatusOffset / 4] & kOverflowBit) == 0) {
         if (blockIdx.x || threadIdx.x) return;
+        if (t.as_it_is) *(volatile u32*)(slot + kStatusOffset) = kOverflowBit;
         fence_all();
         store_release(word, t.sent);
         return;

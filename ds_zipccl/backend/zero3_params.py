@@ -22,6 +22,7 @@ from ds_zipccl.backend.policy import WORTHWHILE
 from ds_zipccl.backend.zero3_writers import ATTRIBUTE
 from ds_zipccl.collectives.frame_cache import FrameCache
 from ds_zipccl.collectives.frame_slot import CacheStats, Slot
+from ds_zipccl.collectives.one_sided import ranges_of_row
 from ds_zipccl.collectives.runtime import Runtime
 
 log = logging.getLogger("ds_zipccl")
@@ -81,7 +82,7 @@ class EngineFrames:
         self.runtime, self.stats = runtime, stats_of(runtime)
         self._engine_reason = _engine_reason(engine, runtime)
         self._caches: dict[object, FrameCache] = {}
-        self._slots: dict[torch.nn.Parameter, tuple[FrameCache, Slot]] = {}
+        self._slots: dict[torch.nn.Parameter, tuple[FrameCache, list[Slot]]] = {}       # of one shard, one behind the other
         self._reasons: dict[torch.nn.Parameter, str] = {}
         self._originals: dict[torch.nn.Parameter, object] = {}
         parameters = {p: name for name, p in engine.module.named_parameters() if hasattr(p, "ds_id")}
@@ -90,9 +91,10 @@ class EngineFrames:
         self._owners = [owner for owner in (engine, engine.optimizer) if owner is not None]
         for owner in self._owners:
             setattr(owner, ATTRIBUTE, self)
-        eligible = [slot for _, slot in self._slots.values() if slot.eligible]
-        log.info("cache_params: %d of %d parameters, about %.1f MiB on this rank, at most %.1f MiB in this process%s", len(eligible),
-                 len(parameters), sum(slot.frame_bytes() for slot in eligible) / 2**20, self.stats.max_bytes / 2**20,
+        eligible = [[slot for slot in slots if slot.eligible] for _, slots in self._slots.values()]
+        log.info("cache_params: %d of %d parameters, about %.1f MiB on this rank, at most %.1f MiB in this process%s",
+                 sum(map(bool, eligible)), len(parameters), sum(slot.frame_bytes() for slots in eligible for slot in slots) / 2**20,
+                 self.stats.max_bytes / 2**20,
                  f"; bypassed: {self._engine_reason}" if self._engine_reason else "")
 
     def _enrol(self, p: torch.nn.Parameter, name: str) -> None:
@@ -103,9 +105,12 @@ class EngineFrames:
                 self._caches[group] = FrameCache(self.runtime, group, torch.device(get_accelerator().current_device_name()), self.stats,
                                                  zero3_writers.forward_passes)
             cache = self._caches[group]
-            slot = Slot(name, lambda: p.ds_tensor, p.ds_tensor.ds_numel, p.ds_tensor.dtype)
-            cache.add(slot)
-            self._slots[p] = cache, slot
+            numel, dtype = p.ds_tensor.ds_numel, p.ds_tensor.dtype
+            ranges = ranges_of_row(self.runtime.config, dtype, numel, group.size())
+            slots = [Slot(name, functools.partial(_range_of, p, *at), at[1] - at[0], dtype) for at in ranges]
+            for slot in slots:
+                cache.add(slot)
+            self._slots[p] = cache, slots
         else:
             self._reasons[p] = reason
         # All of them, since DeepSpeed asks whichever parameter of a set comes first, and that may be another one on another rank.
@@ -151,12 +156,13 @@ class EngineFrames:
         for p in params:
             if p.ds_status != ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(p.ds_summary())
-        gather = cache.gather([self._slots[p][1] for p in params])
-        if gather is None:
+        handle = _Handle(params, [self._slots[p][1] for p in params], cache.group.size())
+        handle.gather = cache.gather([slot for slots in handle.slots for slot in slots], handle.make_outs)
+        if handle.gather is None:
             return None
         for p in params:
             p.ds_status = ZeroParamStatus.INFLIGHT
-        return _Handle(gather, params, cache.group.size())
+        return handle
 
     # -- writers
 
@@ -197,29 +203,42 @@ class EngineFrames:
         found: dict[FrameCache, list[Slot]] = {}
         for p in self._slots if params is None else params:
             if p in self._slots:
-                cache, slot = self._slots[p]
-                found.setdefault(cache, []).append(slot)
+                cache, slots = self._slots[p]
+                found.setdefault(cache, []).extend(slots)
         return found
 
 
 class _Handle:
     """Of one gather. ``wait`` leaves every parameter whole, in memory of its own."""
 
-    def __init__(self, gather, params: list, world_size: int):
-        self._gather, self._params, self._world_size = gather, params, world_size
+    def __init__(self, params: list, slots: list[list[Slot]], world_size: int):
+        """``slots``: each parameter's. ``gather``: set by who launches it."""
+        self.slots, self.gather = slots, None
+        self._params, self._world_size, self._outs = params, world_size, []
+
+    def make_outs(self) -> list[torch.Tensor]:
+        """Each slot's, in the memory of its parameter."""
+        device = torch.device(get_accelerator().current_device_name())
+        self._outs = [torch.empty(self._world_size * p.ds_tensor.ds_numel, dtype=p.ds_tensor.dtype, device=device) for p in self._params]
+        return [part for out, slots in zip(self._outs, self.slots, strict=True)
+                for part in out.view(self._world_size, -1).split([slot.numel for slot in slots], dim=1)]
 
     def wait(self, handle_dependency: bool = True) -> None:
-        if self._gather is None:
+        if self.gather is None:
             return
-        gather, self._gather = self._gather, None
-        device = torch.device(get_accelerator().current_device_name())
-        outs = [torch.empty(self._world_size * p.ds_tensor.ds_numel, dtype=p.ds_tensor.dtype, device=device) for p in self._params]
-        gather.wait([out.view(self._world_size, -1) for out in outs])
+        gather, self.gather = self.gather, None
+        gather.wait()
+        outs, self._outs = self._outs, []
         for p, out in zip(self._params, outs, strict=True):
             if p.ds_status != ZeroParamStatus.INFLIGHT:
                 raise RuntimeError(f"expected param {p.ds_summary()} to be inflight")
             p.data = out.narrow(0, 0, p.ds_numel).view(p.ds_shape)
             p.ds_status = ZeroParamStatus.AVAILABLE
+
+
+def _range_of(p, start: int, end: int) -> torch.Tensor:
+    """Of the parameter's shard as it is now."""
+    return p.ds_tensor if end - start == p.ds_tensor.numel() else p.ds_tensor[start:end]
 
 
 def _engine_reason(engine, runtime: Runtime) -> str | None:
@@ -254,11 +273,12 @@ def _parameter_reason(p) -> str | None:
     return None
 
 
-def _present_reason(p, slot: Slot) -> str | None:
+def _present_reason(p, slots: list[Slot]) -> str | None:
     """Why a parameter with a frame is gathered without it now: the same on every rank."""
     if p.ds_secondary_tensor is not None:
         return "hpz_secondary"                      # its second copy is gathered, in the node's own group
     shard = p.ds_tensor
-    if shard.dtype != slot.dtype or shard.numel() != slot.numel or shard.status != PartitionedParamStatus.AVAILABLE:
+    dtype = slots[0].dtype
+    if shard.dtype != dtype or shard.numel() != sum(slot.numel for slot in slots) or shard.status != PartitionedParamStatus.AVAILABLE:
         return "shard_replaced"
-    return "comm_dtype" if get_allgather_dtype(p, shard) != slot.dtype else None
+    return "comm_dtype" if get_allgather_dtype(p, shard) != dtype else None

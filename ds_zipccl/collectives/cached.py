@@ -1,8 +1,10 @@
 """All-gather of frames that are already made: nothing is encoded and nothing is agreed when it is launched.
 
-For data that is gathered several times between two changes, as ZeRO-3's parameters are. Several pieces travel in one row, each as its
-frame or as it is; which, and in which layout, every rank knows beforehand (frame_cache.py). So a gather is one transfer and a decode.
+For data that is gathered several times between two changes, as ZeRO-3's parameters are. Several pieces travel together, each as its
+frame or as it is; which, and in which layout, every rank knows beforehand (frame_cache.py). Over the process group they are one row, so a
+gather is one transfer and a decode; one-sided each is a message, decoded as it comes.
 """
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,12 +35,18 @@ def row_bytes(num_framed: int, num_raw: int) -> int:
     return align(num_framed + num_raw)
 
 
-class PieceGather:
-    """A gather in flight. Launched by the constructor on the current stream; ``wait`` must be called once, on any stream."""
+#: Returns the tensors to be filled [world size, n], one per piece in the order given; their rows are contiguous and may lie apart. Called
+#: once, when they are needed.
+MakeOuts = Callable[[], list[torch.Tensor]]
 
-    def __init__(self, pieces: list[Piece], group: dist.ProcessGroup, workspace: Workspace):
+
+class PieceGather:
+    """A gather in flight over the process group. Launched by the constructor on the current stream; ``wait`` must be called once, on any
+    stream: it fills the outputs, row r with rank r's pieces."""
+
+    def __init__(self, pieces: list[Piece], make_outs: MakeOuts, group: dist.ProcessGroup, workspace: Workspace):
         """``pieces`` may be changed as soon as the current stream has passed this point: they are copied into the row."""
-        self._pieces, self._workspace, self._rank = pieces, workspace, group.rank()
+        self._pieces, self._make_outs, self._workspace, self._rank = pieces, make_outs, workspace, group.rank()
         # Frames first: they are multiples of 128 bytes, so every frame starts where kernels read it without a copy.
         in_row = sorted(pieces, key=lambda piece: piece.frame is None)
         sizes = [piece.wire.numel() for piece in in_row]
@@ -50,11 +58,10 @@ class PieceGather:
         torch.cat([piece.wire for piece in in_row], out=own[:sum(sizes)])
         self._work = all_gather_bytes(self._rows.view(-1), own, group)
 
-    def wait(self, outs: list[torch.Tensor]) -> None:
-        """Fills ``outs`` [world size, n], one per piece in the order given, contiguous: row r is rank r's piece. On a GPU queued on the
-        current stream. Raises FrameError for a frame that is corrupt or overflowed."""
+    def wait(self) -> None:
+        """On a GPU queued on the current stream. Raises FrameError for a frame that is corrupt or overflowed."""
         self._work.wait()
-        for piece, out in zip(self._pieces, outs, strict=True):
+        for piece, out in zip(self._pieces, self._make_outs(), strict=True):
             offset = self._offsets[id(piece)]
             received = self._rows[:, offset:offset + piece.wire.numel()]
             if piece.codec is None:
@@ -63,4 +70,15 @@ class PieceGather:
                 piece.codec.decode(received, out, skip=self._rank)
                 out[self._rank].copy_(piece.data)
         self._workspace.give(self._buffer)
-        self._pieces = self._buffer = self._rows = self._work = None
+        self._pieces = self._buffer = self._rows = self._work = self._make_outs = None
+
+
+def trial_frames(data: torch.Tensor, ranges: list[tuple[int, int]], codec_of: Callable[[int], Codec]) -> list[Piece]:
+    """Pieces with frames of ``data``, one for each of its ``ranges``; ``codec_of(numel)``."""
+    pieces, status = [], torch.zeros(1, dtype=torch.int32, device=data.device)
+    for start, end in ranges:
+        codec = codec_of(end - start)
+        frame = codec.empty_frames(1, data.device)
+        codec.encode(data[start:end].view(1, -1), frame, status)
+        pieces.append(Piece(data[start:end], frame[0], codec))
+    return pieces

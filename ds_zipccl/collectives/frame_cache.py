@@ -14,22 +14,18 @@ import torch.distributed as dist
 from ds_zipccl.codec.codec import Codec, split_status
 from ds_zipccl.codec.format import OVERFLOW_BIT, SPILL_MASK, SPILL_SHIFT, SPILL_UNIT_BYTES
 from ds_zipccl.codec.integrity import CODECS
-from ds_zipccl.collectives import all_gather, switch
-from ds_zipccl.collectives.cached import Piece, PieceGather, row_bytes
-from ds_zipccl.collectives.cost import ZIPPED
+from ds_zipccl.collectives.cached import MakeOuts, Piece, PieceGather
+from ds_zipccl.collectives.cost import ONE_SIDED
 from ds_zipccl.collectives.fingerprint import fingerprint, fingerprint_bytes
 from ds_zipccl.collectives.frame_slot import CacheStats, Slot
-from ds_zipccl.collectives.registry import Call
+from ds_zipccl.collectives.frame_ways import OP, Ways
 from ds_zipccl.collectives.runtime import STATUS_BYTES, Runtime
+from ds_zipccl.collectives.symmetric import Row, SymmetricWork
 from ds_zipccl.errors import CollectiveError, FrameError
 from zipscape.errors import describe
 
 log = logging.getLogger("ds_zipccl")
 REFUSED = -1 << 31          # a rank's word for a slot that it has no memory for; status words have this bit clear
-
-
-def _may_have_frame(slot: Slot) -> bool:
-    return slot.reason in (None, "not_encoded", "not_gathered")
 
 
 class FrameCache:
@@ -46,6 +42,8 @@ class FrameCache:
         self._device, self._boundary = device, boundary
         self._pending: tuple | None = None
         self._written = self._read = None           # GPU: events after the last encode, and after the last row was filled
+        self._sent: SymmetricWork | None = None     # the last one-sided gather: its frames may be on their way still
+        self._ways = Ways(runtime, group, device)
         self._mismatch: torch.Tensor | None = None  # GPU: bool per slot, read at the next refresh
 
     def add(self, slot: Slot) -> None:
@@ -76,7 +74,8 @@ class FrameCache:
         if self._pending is not None:
             self._pending[-1].wait()                # who ends the group's channels must find nothing in flight
         self.free()
-        self._pending, self.slots = None, []
+        self._pending = self._sent = self._ways.transport = None
+        self.slots = []
 
     # -- made together, agreed once
 
@@ -156,7 +155,7 @@ class FrameCache:
     def _codec(self, slot: Slot) -> Codec:
         config = self.runtime.config
         return CODECS[config.integrity].of(slot.dtype, slot.numel, self._device.type, spill_per_tile=slot.capacity.spill_per_tile,
-                                           level=config.level, kernels=self.runtime.kernels[self._device.type])
+                                           level=self._ways.level, kernels=self.runtime.kernels[self._device.type])
 
     def _reserve(self, slot: Slot, codec: Codec) -> bool:
         wanted = codec.frame_bytes + fingerprint_bytes(slot.numel)
@@ -177,6 +176,8 @@ class FrameCache:
             slot.frame = torch.empty(codec.frame_bytes, dtype=torch.uint8, device=self._device)
         self._wait_for(self._written)
         self._wait_for(self._read)
+        if self._sent is not None:
+            self._sent.wait()
         data = self._data(slot)
         codec.encode(data.view(1, -1), slot.frame.view(1, -1), status)
         slot.codec, slot.dirty, slot.place = codec, False, slot.place_now()
@@ -185,8 +186,8 @@ class FrameCache:
         self._note_write()
         self.stats.encodes += 1
 
-    def _bring_up_to_date(self, slot: Slot) -> None:
-        """Makes this rank's frame again if it isn't of the slot's present data."""
+    def _bring_up_to_date(self, slot: Slot, way: str) -> None:
+        """Makes this rank's frame again if it isn't of the slot's present data, for a gather that goes ``way``."""
         place = slot.place_now()
         known = slot.dirty or slot.place[:2] != place[:2]
         if not known and slot.place == place and self._unchanged(slot):
@@ -198,7 +199,10 @@ class FrameCache:
         status = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._hold(slot, slot.codec.frame_bytes + fingerprint_bytes(slot.numel))
         self._encode(slot, slot.codec, status)
-        if split_status(int(status))[0]:            # sent all the same: every other rank finds it overflowed and raises too
+        if not split_status(int(status))[0]:
+            return
+        slot.dirty = True
+        if way != ONE_SIDED:                        # it is sent all the same: other ranks find it overflowed, and raise too
             raise FrameError(describe(
                 "what one rank has written does not fit into the frame that the ranks agreed on", where=slot.name,
                 got=f"rank {self.group.rank()} of the group wrote it outside of optimizer.step",
@@ -239,63 +243,18 @@ class FrameCache:
 
     # -- gathered
 
-    def reason_against(self, slots: list[Slot]) -> str | None:
-        """Why these slots are better gathered without their frames; None if with. The same on every rank."""
-        config, size = self.runtime.config, self.group.size()
-        framed = [slot for slot in slots if _may_have_frame(slot)]
-        raw = sum(slot.raw_bytes for slot in slots)
-        row = row_bytes(sum(s.frame_bytes() for s in framed), sum(s.raw_bytes for s in slots if s not in framed))
-        if not framed:
-            return slots[0].reason
-        if size * raw < max(config.min_bytes, 1):
-            return "min_bytes"
-        if row >= raw:
-            return "no_gain"
-        if size * row > config.max_workspace_bytes:
-            return "max_workspace_bytes"
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return "graph_capture"
-        if config.collectives.all_gather != "always" and not self._wins(size * raw, raw / row, slots[0].dtype):
-            return "native_is_faster"
-        return None
-
-    def _wins(self, whole_bytes: int, ratio: float, dtype: torch.dtype) -> bool:
-        """By the switch's cost model, measured with frames made beforehand."""
-        measured = self.runtime.state(self.group, self._device).measured("cached_all_gather", dtype)
-        if measured.due(self.runtime.config.reprobe_calls):
-            self.runtime.settle(self.group)
-            row = torch.empty(1, dtype=dtype, device=self._device)
-            example = Call(all_gather.SPEC.name, row, row, self.group)          # for its group, dtype and device
-            measured.costs = switch.measure(all_gather.SPEC, example, self._probed(), self.runtime.state(self.group, self._device).side,
-                                            self.runtime.config.level)
-        return measured.way(whole_bytes, ratio) == ZIPPED
-
-    def _probed(self) -> Callable[[Call], bool]:
-        pieces: list[Piece] = []
-
-        def run(test: Call) -> bool:
-            if not pieces or pieces[0].data is not test.input:      # a size's first round, which is not counted
-                codec = Codec.of(test.input.dtype, test.input.numel(), self._device.type, level=self.runtime.config.level,
-                                 kernels=self.runtime.kernels[self._device.type])
-                frame, status = codec.empty_frames(1, self._device), torch.zeros(1, dtype=torch.int32, device=self._device)
-                codec.encode(test.input.view(1, -1), frame, status)
-                pieces[:] = [Piece(test.input, frame[0], codec)]
-            PieceGather(pieces, self.group, self.runtime.workspace).wait([test.output.view(self.group.size(), -1)])
-            return True
-
-        return run
-
-    def gather(self, slots: list[Slot]) -> PieceGather | None:
-        """Launches the gather of these slots on the current stream; None (counted with its reason): gather them without frames."""
+    def gather(self, slots: list[Slot], make_outs: MakeOuts) -> PieceGather | SymmetricWork | None:
+        """Launches the gather of these slots on the current stream: its ``wait()`` makes the outputs ready on the then current one. None
+        (counted with its reason): gather them without frames."""
         self.settle()
-        reason = self.reason_against(slots)
+        way, reason = self._ways.choose(slots)
         if reason is None and any(slot.stale and slot.eligible for slot in slots):
             self._refresh([slot for slot in self.slots if slot.reason != "not_gathered" or slot in slots])
             self.settle()
-            reason = self.reason_against(slots)
+            way, reason = self._ways.choose(slots)
         if reason is not None:
             for slot in slots:
-                self.stats.bypassed[reason if _may_have_frame(slot) else slot.reason] += 1
+                self.stats.bypassed[reason if slot.may_have_frame else slot.reason] += 1
             return None
         self.runtime.advance(self.group)
         self.runtime.before_native(self.group, self._device)
@@ -304,20 +263,31 @@ class FrameCache:
             failure = None
             for slot in slots:
                 if slot.codec is not None:
-                    self._bring_up_to_date(slot)
+                    self._bring_up_to_date(slot, way)
         except FrameError as error:
             failure = error
-        gather = PieceGather([Piece(self._data(s), s.frame, s.codec) for s in slots], self.group, self.runtime.workspace)
+        gather, row = self._launch(slots, make_outs, way)
         if self._device.type == "cuda":
             self._read = torch.cuda.current_stream(self._device).record_event()
             for slot in slots:
                 self._used_here(slot.frame)
         if failure is not None:
             raise failure
-        self._count(slots, gather.row_bytes)
+        self._count(slots, row, way)
         return gather
 
-    def _count(self, slots: list[Slot], row: int) -> None:
+    def _launch(self, slots: list[Slot], make_outs: MakeOuts, way: str) -> tuple[PieceGather | SymmetricWork, int]:
+        """(the gather, how many bytes it sends to each peer)"""
+        if way == ONE_SIDED:
+            self.runtime.state(self.group, self._device).settle()           # resends must be queued before what waits for peers
+            rows = [Row(self._data(s), out, s.geometry(), s.frame, as_it_is=s.kind()[2])
+                    for s, out in zip(slots, make_outs(), strict=True) if s.numel]
+            self._sent = self._ways.transport.gather_rows(rows)
+            return self._sent, self._sent.sent_bytes // (self.group.size() - 1)
+        gather = PieceGather([Piece(self._data(s), s.frame, s.codec) for s in slots], make_outs, self.group, self.runtime.workspace)
+        return gather, gather.row_bytes
+
+    def _count(self, slots: list[Slot], row: int, way: str) -> None:
         stats, others = self.stats, self.group.size() - 1
         raw = sum(slot.raw_bytes for slot in slots) * others
         for slot in slots:
@@ -325,10 +295,13 @@ class FrameCache:
             if slot.codec is None:
                 stats.bypassed[slot.reason] += 1
         stats.gathers += 1
+        stats.one_sided += way == ONE_SIDED
         stats.shards += sum(slot.codec is not None for slot in slots)
         stats.raw_bytes += raw
         stats.wire_bytes += row * others
-        self.runtime.stats.zipped(all_gather.SPEC.name, raw, row * others)
+        if self._ways.against is not None:
+            self.runtime.stats.not_one_sided(OP, self._ways.against)
+        self.runtime.stats.zipped(OP, raw, row * others, one_sided=way == ONE_SIDED)
 
     # -- streams
 

@@ -9,6 +9,7 @@ from ds_zipccl.codec.codec import Codec
 from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.codec.format import layout
 from ds_zipccl.collectives.capacity import Capacity
+from ds_zipccl.kernels.geometry import Geometry
 
 
 @dataclass
@@ -17,6 +18,7 @@ class CacheStats:
     max_bytes: int
     held_bytes: int = 0                 # frames and fingerprints, now
     gathers: int = 0                    # launched with frames
+    one_sided: int = 0                  # of these gathers: over symmetric memory
     shards: int = 0                     # frames they sent
     encodes: int = 0                    # frames made, off the gathers' path or as repairs
     repairs: int = 0                    # frames made again by one rank alone, just before they were sent
@@ -62,10 +64,21 @@ class Slot:
     def eligible(self) -> bool:
         return self.reason != "no_gain"
 
+    @property
+    def may_have_frame(self) -> bool:
+        return self.reason in (None, "not_encoded", "not_gathered")
+
+    def geometry(self) -> Geometry:
+        """Of the frame, in the layout that is agreed, or else likely."""
+        return self.codec.geometry if self.codec else layout(BY_TORCH[self.dtype], self.numel, spill_per_tile=self.capacity.spill_per_tile)
+
     def frame_bytes(self) -> int:
-        """Size of the frame in the layout that is agreed, or else likely."""
-        return self.codec.frame_bytes if self.codec else layout(BY_TORCH[self.dtype], self.numel,
-                                                                spill_per_tile=self.capacity.spill_per_tile).frame_bytes
+        return self.geometry().frame_bytes
+
+    def kind(self) -> tuple[Geometry, bool, bool]:
+        """Of its row in a one-sided gather (``symmetric.Row``): what there is no memory for to keep a frame of has one made on the way."""
+        on_the_way = self.codec is None and self.reason == "max_cache_bytes"
+        return self.geometry(), on_the_way, self.codec is None and not on_the_way
 
     def place_now(self) -> tuple:
         source = self.source()

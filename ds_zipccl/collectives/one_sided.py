@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from ds_zipccl.codec.format import DEFAULT_SPILL_PER_TILE
 from ds_zipccl.collectives import symmetric, views
 from ds_zipccl.collectives.pairs import reason_for_raw
 from ds_zipccl.collectives.registry import Call, CollectiveSpec
@@ -16,11 +17,12 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.stats import Stats
 
 log = logging.getLogger("ds_zipccl")
+WORDS_BYTES = 1 << 16       # of the memory, at most, are not for messages
 _COUNT = itertools.count()          # torch knows memory by names that are used once in a process
 #: Why a call that could go one-sided goes over its process group, beside symmetric.why_not's reasons.
 REASONS = {
     "collective": "only all_gather_into_tensor, reduce_scatter_tensor and all_to_all_single",
-    "splits": "an all_to_all_single with split lists: who passes some is for each rank to say",
+    "splits": "an all_to_all_single with split lists, or any while split_lists allows some ranks to pass them and others not",
     "average": "an average over a number of ranks that is no power of two",
     "deterministic_reduce": "beyond 2 ranks an adaptive reduction keeps its arithmetic on every machine",
     "device": "not on a GPU, or its kernels are not those of CUDA",
@@ -109,6 +111,14 @@ def memory_bytes(config: ZipcclConfig) -> int:
     return min(config.max_workspace_bytes, int(os.environ.get("ZIPCCL_SYMMETRIC_BYTES", 1 << 30)))
 
 
+def ranges_of_row(config: ZipcclConfig, dtype: torch.dtype, numel: int, world_size: int) -> list[tuple[int, int]]:
+    """From where to where frames of a row are made that may be sent one-sided: a message each (``symmetric.plan``)."""
+    cut = None if config.transport == "process_group" else symmetric.plan(
+        dtype, numel, world_size, True, DEFAULT_SPILL_PER_TILE, memory_bytes(config) - WORDS_BYTES)
+    starts = (0,) if cut is None else cut.starts
+    return list(zip(starts, (*starts[1:], numel), strict=True))
+
+
 def reason_by_kind(config: ZipcclConfig, kernels: str | None, name: str, call: Call) -> str | None:
     """Why calls of the collective ``name``, on ``call``'s device and with its reduction, are not for the transport, whatever their sizes
     and groups: a key of REASONS, or None. ``kernels``: the set for the device."""
@@ -116,6 +126,8 @@ def reason_by_kind(config: ZipcclConfig, kernels: str | None, name: str, call: C
         return "collective"
     if call.device.type != "cuda" or kernels != "cuda":
         return "device"
+    if name == "all_to_all_single" and config.split_lists != "all_or_none":
+        return "splits"
     if config.integrity != "off":
         return "integrity"
     if config.window != "block":
@@ -200,6 +212,14 @@ class Router:
             return work is not None and work.wait()
 
         return run
+
+    def for_rows(self, call: Call, state) -> tuple[symmetric.SymmetricTransport | None, str | None]:
+        """(the group's transport, for ``gather_rows`` of calls like ``call``; why there is none). All ranks at the same call."""
+        reason = reason_by_kind(self._config, self._kernels.get(call.device.type), call.op, call)
+        if reason is not None:
+            return None, reason
+        one_sided = self._opened(call.group, call.device, state)
+        return one_sided.transport, one_sided.why_not
 
     def keep_what_wins(self, state) -> None:
         """After something was measured, by all ranks: no memory is kept that no call of the group uses."""

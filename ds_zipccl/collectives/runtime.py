@@ -162,6 +162,11 @@ class Runtime:
             kind.shapes = call.output.shape, call.input.shape
         return kind
 
+    @property
+    def router(self) -> Router:
+        """To the one-sided transport."""
+        return self._one_sided
+
     def native(self, op: str, reason: str, raw_bytes: int) -> None:
         """Counts a native call and logs each new reason once."""
         self.stats.native(op, reason, raw_bytes)

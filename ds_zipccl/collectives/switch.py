@@ -29,7 +29,6 @@ TENSORS_OF_A_PROBE = 8             # the memory it takes, at most, by that of it
 MAX_SIZES = 4096
 NO_CHOICE = Costs(Curve((1, 2), (1.0, 1.0)), Curve((1, 2), (0.0, 0.0)), 1.0)          # what must be zipped, one way alone
 ASK_EACH_CALL = 8                  # all-to-alls in which the ranks ask each other whether anyone could zip; then ever fewer
-COULD_ZIP, HAS_SPLITS = 1, 2       # what a rank says of itself in such a call
 
 
 @dataclass
@@ -38,7 +37,6 @@ class Measured:
     costs: Costs | None = None
     num_calls: int = 0             # that were eligible
     ways: dict[tuple, str] = field(default_factory=dict)     # of sizes that were not native last time: what all ranks carried out together
-    has_splits: bool = False       # "pair": some rank passes split lists, so others may not take equal pieces for everybody's
     _gains: tuple[Costs | None, dict[tuple, dict]] = field(default_factory=lambda: (None, {}))         # found with these costs
 
     def due(self, reprobe_calls: int) -> bool:
@@ -184,14 +182,14 @@ def _is_right(test: Call, run_again) -> bool:
     return not bad
 
 
-def _measure_if_due(measured: Measured, spec: CollectiveSpec, call: Call, run_zipped, state, config, router) -> bool:
-    """Counts the call."""
+def measure_if_due(measured: Measured, spec: CollectiveSpec, call: Call, run_zipped, state, config, router, prober=None) -> bool:
+    """Counts the call, and measures with test calls like it; whether it did. ``router``: see ``choose``; ``prober``: instead of its own."""
     if not measured.due(config.reprobe_calls):
         return False
-    run_one_sided = None if router is None or measured.has_splits else router.prober(spec, call, state)
-    if _natively(spec, config) or run_one_sided is not None:
+    run_one_sided = None if router is None else (prober or router.prober)(spec, call, state)
+    if may_go_native(spec, config) or run_one_sided is not None:
         costs = measure(spec, call, run_zipped, state.side, config.level, run_one_sided)
-        measured.costs = costs if costs.first(ONE_SIDED, config.min_bytes, _natively(spec, config)) else costs.without_one_sided()
+        measured.costs = costs if costs.first(ONE_SIDED, config.min_bytes, may_go_native(spec, config)) else costs.without_one_sided()
     else:
         measured.costs = NO_CHOICE
     if router is not None:
@@ -199,7 +197,7 @@ def _measure_if_due(measured: Measured, spec: CollectiveSpec, call: Call, run_zi
     return True
 
 
-def _natively(spec: CollectiveSpec, config) -> bool:
+def may_go_native(spec: CollectiveSpec, config) -> bool:
     """Whether native is a choice. Else it is between two ways to zip."""
     return getattr(config.collectives, spec.family) != "always"
 
@@ -207,13 +205,13 @@ def _natively(spec: CollectiveSpec, config) -> bool:
 def choose(spec: CollectiveSpec, call: Call, run_zipped, state, config, router=None) -> str:
     """How an eligible call with one layout for all ranks is to go. ``router``: a ``one_sided.Router``, if that is a way to be measured."""
     measured = state.measured(call.op, call.dtype)
-    if _measure_if_due(measured, spec, call, run_zipped, state, config, router):
+    if measure_if_due(measured, spec, call, run_zipped, state, config, router):
         state.forget_rooms(call.op, call.dtype)         # calls that went native for their data's ratio: nobody saw it since
     numel = spec.row_numel(call)
     spill = state.likely_spill(call.op, call.dtype, numel, spec.first_spill)
     native_bytes = None if spec.native_numel is None else spec.native_numel(call) * call.dtype.itemsize
     return measured.way(spec.whole_numel(call) * call.dtype.itemsize, frame_ratio(call.dtype, numel, spill, config.level), native_bytes,
-                        _natively(spec, config))
+                        may_go_native(spec, config))
 
 
 def choose_for_pairs(spec: CollectiveSpec, call: Call, run_zipped, state, config, router=None) -> str:
@@ -222,14 +220,13 @@ def choose_for_pairs(spec: CollectiveSpec, call: Call, run_zipped, state, config
     Sizes differ from pair to pair, so no rank alone could decide to measure: all do once somebody has had a piece that could be zipped.
     """
     measured, numel = state.measured("pair", call.dtype), spec.row_numel(call)
-    if measured.costs is None and not _somebody_asks(call, state, measured,
-                                                     reason_for_raw(numel, call.dtype, numel * call.world_size, config)):
+    if measured.costs is None and not _somebody_asks(call, state, reason_for_raw(numel, call.dtype, numel * call.world_size, config)):
         return NATIVE
-    _measure_if_due(measured, spec, call, run_zipped, state, config, router)
+    measure_if_due(measured, spec, call, run_zipped, state, config, router)
     if measured.costs.one_sided is None or router.reason_against(spec, call) is not None:
         return ZIPPED
     way = measured.way(numel * call.dtype.itemsize * call.world_size, frame_ratio(call.dtype, numel, level=config.level),
-                       natively=_natively(spec, config))
+                       natively=may_go_native(spec, config))
     return ONE_SIDED if way == ONE_SIDED else ZIPPED
 
 
@@ -240,7 +237,7 @@ def choose_pair(state, dtype: torch.dtype, numel: int, world_size: int, level: i
         measured.gains(numel * dtype.itemsize * world_size, frame_ratio(dtype, numel, level=level))[ZIPPED] > MIN_GAIN)
 
 
-def _somebody_asks(call: Call, state, measured: Measured, why_not: str | None) -> bool:
+def _somebody_asks(call: Call, state, why_not: str | None) -> bool:
     """Whether on any rank of the group ``why_not`` was None in an earlier call; the same answer on every rank, without waiting: each
     call (later: calls that are powers of two) asks, and the next one reads the answers."""
     answers, state.answers, state.num_asked = state.answers, None, state.num_asked + 1
@@ -248,13 +245,10 @@ def _somebody_asks(call: Call, state, measured: Measured, why_not: str | None) -
         flags, work = answers
         with torch.cuda.stream(state.status_stream):
             work.wait()
-            flags = flags.tolist()
-        measured.has_splits = measured.has_splits or any(flag & HAS_SPLITS for flag in flags)
-        if any(flag & COULD_ZIP for flag in flags):
-            return True
+            if any(flags.tolist()):
+                return True
     if state.num_asked <= ASK_EACH_CALL or state.num_asked & state.num_asked - 1 == 0:
         flags = torch.empty(call.world_size, dtype=torch.int32, device=call.device)
-        mine = COULD_ZIP * (why_not is None) + HAS_SPLITS * (call.input_splits is not None or call.output_splits is not None)
-        own = torch.full((1,), mine, dtype=torch.int32, device=call.device)
+        own = torch.full((1,), int(why_not is None), dtype=torch.int32, device=call.device)
         state.answers = flags, state.side.all_gather(flags, own)
     return False

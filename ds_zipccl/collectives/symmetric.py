@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from ds_zipccl.codec.format import BLOCK_ELEMS, DEFAULT_SPILL_PER_TILE, HEADER_B
 from ds_zipccl.collectives import streams
 from ds_zipccl.kernels.cuda_calls import packed_geometry, workspace_words
 from ds_zipccl.kernels.geometry import Geometry
-from ds_zipccl.kernels.symmetric_calls import Exchange, Part
+from ds_zipccl.kernels.symmetric_calls import Exchange, Part, Place
 from zipscape.errors import ZipScapeError
 
 ALIGN_BYTES = 128
@@ -57,17 +58,47 @@ def part_sizes(num_tiles: int, first: int, largest: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Plan:
-    """The parts of a row: ``starts`` and ``geometries`` in elements, ``parts`` for C. ``words``: encode's workspace."""
+    """The parts of a row: ``starts`` and ``geometries`` in elements, ``parts`` for C. ``words``: encode's workspace. ``sent_bytes``: to
+    each peer."""
     starts: tuple[int, ...]
     geometries: tuple[Geometry, ...]
     parts: ctypes.Array
     words: int
-    frame_bytes: int
+    sent_bytes: int
     keep: tuple
 
     @property
     def num_parts(self) -> int:
         return len(self.starts)
+
+
+class Row(NamedTuple):
+    """One of several tensors of a gather: this rank's ``data`` [n], and ``out`` [world_size, n], whose rows may lie apart. ``geometry``: of
+    its frame, in level 1. ``frame``: that of what ``data`` is now (uint8, aligned to 16 bytes), which may have overflowed; None: it is
+    made on the way. ``as_it_is``: the data travel without one."""
+    data: torch.Tensor
+    out: torch.Tensor
+    geometry: Geometry
+    frame: torch.Tensor | None = None
+    as_it_is: bool = False
+
+    @property
+    def kind(self) -> tuple[Geometry, bool, bool]:
+        """What all ranks must have alike, for ``plan_of_rows``."""
+        return self.geometry, self.frame is None and not self.as_it_is, self.as_it_is
+
+
+def _num_slots(world_size: int) -> int:
+    return 1 if world_size == 2 else world_size            # a rank's own among more is left empty: addresses are then plain strides
+
+
+def _part(packed: bytes, g: Geometry, start: int, num_slots: int, num_frames: int, as_it_is: bool = False) -> Part:
+    return Part(packed, start * g.itemsize, g.numel * g.itemsize, g.frame_bytes, slot_bytes(g), num_slots, align(g.frame_bytes), num_frames,
+                as_it_is)
+
+
+def _region_bytes(g: Geometry, num_slots: int, num_frames: int) -> int:
+    return num_slots * slot_bytes(g) + num_frames * align(g.frame_bytes)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -76,22 +107,15 @@ def plan(dtype: torch.dtype, row_numel: int, world_size: int, same_for_all: bool
     """The parts of rows of ``row_numel`` elements; NUM_IN_RING of the largest fit in ``room`` bytes, None if not even a tile of each would.
     ``same_for_all``: peers get the same frame (all-gather). A function of what all ranks know."""
     row, tile_bytes = BY_TORCH[dtype], TILE_ELEMS * BY_TORCH[dtype].itemsize
-    others = 1 if world_size == 2 else world_size          # a rank's own place among more is left empty: addresses are then plain strides
-    num_frames = 1 if same_for_all else others
+    num_slots = _num_slots(world_size)
+    num_frames = 1 if same_for_all else num_slots
 
     def part(start: int, num_tiles: int) -> Geometry:
         return layout(row, min(num_tiles * TILE_ELEMS, row_numel - start), spill_per_tile=spill_per_tile)
 
-    def region(g: Geometry) -> tuple[int, int, int, int]:
-        return slot_bytes(g), others, align(g.frame_bytes), num_frames
-
-    def fits(num_tiles: int) -> bool:
-        slot, num_slots, frame, _ = region(part(0, num_tiles))
-        return num_slots * slot + num_frames * frame <= room // NUM_IN_RING
-
     num_tiles = -(-row_numel // TILE_ELEMS)
     largest = min(num_tiles, max(1, largest_bytes // tile_bytes))
-    while not fits(largest):
+    while _region_bytes(part(0, largest), num_slots, num_frames) > room // NUM_IN_RING:
         if largest == 1:
             return None
         largest //= 2
@@ -100,10 +124,30 @@ def plan(dtype: torch.dtype, row_numel: int, world_size: int, same_for_all: bool
         starts.append(starts[-1] + geometries[-1].numel if starts else 0)
         geometries.append(part(starts[-1], size))
     keep = tuple(packed_geometry(g) for g in geometries)
-    parts = (Part * len(starts))(*((packed, first * row.itemsize, g.numel * row.itemsize, g.frame_bytes, *region(g))
-                                   for packed, first, g in zip(keep, starts, geometries, strict=True)))
+    parts = (Part * len(starts))(*(_part(packed, g, start, num_slots, num_frames)
+                                   for packed, start, g in zip(keep, starts, geometries, strict=True)))
     return Plan(tuple(starts), tuple(geometries), parts, max(workspace_words(num_frames, g) for g in geometries),
                 sum(g.frame_bytes for g in geometries), keep)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_of_rows(kinds: tuple[tuple[Geometry, bool, bool], ...], world_size: int, room: int) -> Plan | None:
+    """Rows of these kinds (``Row.kind``), each a part; None: one is too large for the memory."""
+    num_slots = _num_slots(world_size)
+    if any(_region_bytes(g, num_slots, made) > room // NUM_IN_RING for g, made, _ in kinds):
+        return None
+    geometries = tuple(g for g, _, _ in kinds)
+    keep = tuple(packed_geometry(g) for g in geometries)
+    parts = (Part * len(kinds))(*(_part(packed, g, 0, num_slots, 1, as_it_is)
+                                  for packed, (g, _, as_it_is) in zip(keep, kinds, strict=True)))
+    return Plan((0,) * len(kinds), geometries, parts, max(workspace_words(1, g) if made else 0 for g, made, _ in kinds),
+                sum(g.numel * g.itemsize if as_it_is else g.frame_bytes for g, _, as_it_is in kinds), keep)
+
+
+def in_turn(sizes: list[int]) -> list[int]:
+    """Places of rows in a call: small ones first and last, as ``part_sizes`` has it."""
+    upwards = sorted(range(len(sizes)), key=sizes.__getitem__)
+    return [*upwards[::2], *upwards[1::2][::-1]]
 
 
 class SymmetricWork(dist.Work):
@@ -163,59 +207,64 @@ class SymmetricTransport:
         """Frames that this rank has sent raw, as far as the GPU has come."""
         return int(self._overflows.sum())
 
-    def _run(self, dtype: torch.dtype, row_numel: int, rows: int, row_stride: int, out: int, out_stride: int, tensors, own: int = 0,
-             copy=(0, 0, 0), made: tuple[torch.Tensor, ...] = ()) -> SymmetricWork | None:
-        if torch.cuda.current_device() != self.device.index:
-            with torch.cuda.device(self.device):
-                return self._run(dtype, row_numel, rows, row_stride, out, out_stride, tensors, own, copy, made)
-        cut = self.plan(dtype, row_numel, row_stride == 0)
+    def _run(self, cut: Plan | None, rows: int, row_stride: int, out: int, out_stride: int, tensors, own: int = 0, copy=(0, 0, 0),
+             made=None, places=None) -> SymmetricWork | None:
         if cut is None:
             return None
+        if torch.cuda.current_device() != self.device.index:
+            with torch.cuda.device(self.device):
+                return self._run(cut, rows, row_stride, out, out_stride, tensors, own, copy, made, places)
         stream = streams.current(self.device)
         if copy[0] == copy[1]:
             copy = (0, 0, 0)
-        is_stored = self.world_size == 2 and not made and cut.num_parts == 1 and row_numel * dtype.itemsize <= self.stored_bytes
-        frames = (ctypes.c_void_p * len(made))(*(frame.data_ptr() for frame in made)) if made else None
-        workspace = 0 if made else self._workspace(stream, cut.words)
+        is_stored = self.world_size == 2 and not places and cut.num_parts == 1 and cut.parts[0].raw_bytes <= self.stored_bytes
+        workspace = self._workspace(stream, cut.words) if cut.words else 0
         self._engine.run(Exchange(rows, row_stride, out, out_stride, own, *copy, 0 if is_stored else self.num_lanes, cut.num_parts,
-                                  cut.parts, frames, self._status_at, workspace, stream))
+                                  cut.parts, made, places, self._status_at, workspace, stream))
         self._num_calls += 1
         call = self._num_calls
         self._kept.append((call, tensors))
         while self._kept and (len(self._kept) > MAX_KEPT or self._engine.is_done(self._kept[0][0])):
-            done, _ = self._kept[0]
-            if len(self._kept) > MAX_KEPT:
+            done, left = self._kept.popleft()
+            if len(self._kept) >= MAX_KEPT:
                 self._engine.join(done, stream)             # nobody waited for it: its memory goes back in the order of this stream
-            self._kept.popleft()
-        return SymmetricWork(self, call, [tensors[0]], cut.frame_bytes * (self.world_size - 1))
+                for t in left:
+                    streams.keep(t)
+        return SymmetricWork(self, call, [tensors[0]], cut.sent_bytes * (self.world_size - 1))
 
-    def all_gather(self, out: torch.Tensor, own: torch.Tensor, made: tuple[torch.Tensor, ...] = ()) -> SymmetricWork | None:
-        """``out`` [world_size * n] from every rank's ``own`` [n]; ``own`` may be its place in ``out``. ``made``: ``make_frames`` of what
-        ``own`` is now, none of which overflows; on all ranks or none."""
+    def all_gather(self, out: torch.Tensor, own: torch.Tensor) -> SymmetricWork | None:
+        """``out`` [world_size * n] from every rank's ``own`` [n]; ``own`` may be its place in ``out``."""
         n, item = own.numel(), own.element_size()
         x, to = own.data_ptr(), out.data_ptr()
-        return self._run(own.dtype, n, x, 0, to, n * item, (out, own, *made), copy=(to + self.rank * n * item, x, n * item), made=made)
+        return self._run(self.plan(own.dtype, n, True), x, 0, to, n * item, (out, own), copy=(to + self.rank * n * item, x, n * item))
 
-    def make_frames(self, own: torch.Tensor, kernels) -> tuple[torch.Tensor, ...]:
-        """The parts' frames of ``own`` for ``all_gather``, on the current stream."""
-        cut, frames = self.plan(own.dtype, own.numel(), True), []
-        for start, g in zip(cut.starts, cut.geometries, strict=True):
-            frames.append(torch.empty(1, align(g.frame_bytes), dtype=torch.uint8, device=self.device))
-            kernels.encode(own[None, start:start + g.numel], frames[-1], self._status, g)
-        return tuple(frames)
+    def has_room(self, kinds: tuple[tuple[Geometry, bool, bool], ...]) -> bool:
+        """For rows of these kinds in ``gather_rows``."""
+        return plan_of_rows(kinds, self.world_size, self._room) is not None
+
+    def gather_rows(self, rows: list[Row]) -> SymmetricWork | None:
+        """Every row's ``out`` from all ranks' data. The ranks' rows are of the same kinds in the same order; frames and data must stay as
+        they are until the call is done."""
+        rows = [rows[i] for i in in_turn([row.data.nbytes for row in rows])]
+        made = (ctypes.c_void_p * len(rows))(*(None if row.frame is None else row.frame.data_ptr() for row in rows))
+        places = (Place * len(rows))(*((row.data.data_ptr(), row.out.data_ptr(), row.out.stride(0) * row.out.element_size())
+                                       for row in rows))
+        tensors = [t for row in rows for t in (row.out, row.data, row.frame) if t is not None]
+        return self._run(plan_of_rows(tuple(row.kind for row in rows), self.world_size, self._room), 0, 0, 0, 0, tensors, made=made,
+                         places=places)
 
     def all_to_all(self, out: torch.Tensor, data: torch.Tensor) -> SymmetricWork | None:
         """``out``, ``data`` [world_size * n], equal pieces; they must not overlap."""
         n, item = data.numel() // self.world_size, data.element_size()
         x, to, at = data.data_ptr(), out.data_ptr(), self.rank * n * item
-        return self._run(data.dtype, n, x, n * item, to, n * item, (out, data), copy=(to + at, x + at, n * item))
+        return self._run(self.plan(data.dtype, n, False), x, n * item, to, n * item, (out, data), copy=(to + at, x + at, n * item))
 
     def reduce_scatter(self, out: torch.Tensor, data: torch.Tensor) -> SymmetricWork | None:
         """``out`` [n]: the sum in rank order of what ranks have for this one in ``data`` [world_size * n]; ``out`` may be this rank's
         place there."""
         n, item = out.numel(), out.element_size()
         x = data.data_ptr()
-        return self._run(data.dtype, n, x, n * item, out.data_ptr(), 0, (out, data), own=x + self.rank * n * item)
+        return self._run(self.plan(data.dtype, n, False), x, n * item, out.data_ptr(), 0, (out, data), own=x + self.rank * n * item)
 
     def join(self, call: int) -> None:
         if not self._ended:

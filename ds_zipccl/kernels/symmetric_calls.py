@@ -13,7 +13,12 @@ class Part(ctypes.Structure):
     """Elements of each row from byte ``start`` on, as one message, and the region that it takes (bytes; symmetric.cu has the meaning).
     ``geometry``: packed_geometry's bytes, which the caller keeps."""
     _fields_ = [("geometry", ctypes.c_char_p), *((name, _I) for name in ("start", "raw_bytes", "frame_bytes", "slot_bytes", "num_slots",
-                                                                         "frame_stride", "num_frames"))]
+                                                                         "frame_stride", "num_frames", "as_it_is"))]
+
+
+class Place(ctypes.Structure):
+    """Where a part's row is, and where all ranks' rows come: addresses of device memory, a stride in bytes."""
+    _fields_ = [("row", _P), ("out", _P), ("out_stride", _I)]
 
 
 class Exchange(ctypes.Structure):
@@ -21,7 +26,7 @@ class Exchange(ctypes.Structure):
     copied but encoded into the peers' memory."""
     _fields_ = [("rows", _P), ("row_stride", _I), ("out", _P), ("out_stride", _I), ("own", _P), ("copy_to", _P), ("copy_from", _P),
                 ("copy_bytes", _I), ("num_lanes", _I), ("num_parts", _I), ("parts", ctypes.POINTER(Part)), ("made", ctypes.POINTER(_P)),
-                ("status", _P), ("workspace", _P), ("stream", _P)]
+                ("places", ctypes.POINTER(Place)), ("status", _P), ("workspace", _P), ("stream", _P)]
 
 
 _ARGUMENTS = {

@@ -3,8 +3,8 @@ import pytest
 
 from tests.helpers.ranks import assert_ok, case_names
 
-EVENTS, MORE = "tests.train.zero3_cache_cases", "tests.train.zero3_cache_more_cases"
-TWO, MORE_TWO = case_names(EVENTS), case_names(MORE)
+EVENTS, MORE, ONE_SIDED = "tests.train.zero3_cache_cases", "tests.train.zero3_cache_more_cases", "tests.train.zero3_one_sided_cases"
+TWO, MORE_TWO, ONE_SIDED_TWO = case_names(EVENTS), case_names(MORE), case_names(ONE_SIDED)
 THREE = ("case_plain_training", "case_every_writer", "case_unannounced_write_on_one_rank")
 
 
@@ -16,6 +16,11 @@ def test_two_ranks(case):
 @pytest.mark.parametrize("case", MORE_TWO)
 def test_two_ranks_more(case):
     assert_ok(MORE, MORE_TWO, 2, case)
+
+
+@pytest.mark.parametrize("case", ONE_SIDED_TWO)
+def test_one_sided(case):
+    assert_ok(ONE_SIDED, ONE_SIDED_TWO, 2, case)
 
 
 @pytest.mark.parametrize("case", THREE)

@@ -1,22 +1,20 @@
 """Cases run on every rank by test_collectives.py: ``transport: symmetric_memory``. One-sided on GPUs of one host; on CPUs the same calls go
 over the process group, counted with the reason. ``transport: adaptive``: with times that are made up; without GPUs over a stand-in."""
-import contextlib
-import math
-from types import SimpleNamespace
-
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.collectives import one_sided, switch
+from ds_zipccl.collectives import switch
 from ds_zipccl.collectives.registry import Call
-from ds_zipccl.collectives.transport import all_gather_bytes
-from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits
-from tests.helpers.ranks import DEVICE
-from tests.zipccl.collective_helpers import A2A, AG, RS, begin, gathered, rank_order_sum, runtime
+from tests.zipccl.collective_helpers import A2A, AG, RS, begin, gathered, rank_order_sum
+from tests.zipccl.collective_helpers import runtime as plain_runtime
+from tests.zipccl.one_sided_stand_in import LARGE, MIDDLE, ONE_SIDED, SLOW, SMALL, adaptive, stand_ins
 
 BF16 = torch.bfloat16
-ONE_SIDED = DEVICE == "cuda"
+
+
+def runtime(**settings):
+    return plain_runtime(**{"split_lists": "all_or_none", **settings})
 
 
 def exchange(op, rank, world, row, seed, make=gaussian, reduce_op=None):
@@ -122,80 +120,6 @@ def case_a_group_after_another(rank, world):
             assert_same_bits(out, gathered(data, world), turn)
             live.close(group)
         dist.destroy_process_group(group)
-
-
-class StandIn:
-    """A transport over the group's own collectives. ``spoil(out)``: what it does to a result."""
-
-    def __init__(self, group, spoil=lambda out: None):
-        self.group, self.spoil, self.num_calls, self.num_overflows, self.is_open = group, spoil, 0, 0, True
-
-    def _done(self, out, data):
-        assert self.is_open
-        self.num_calls += 1
-        self.spoil(out)
-        return SimpleNamespace(wait=lambda: True, sent_bytes=data.nbytes // 2)
-
-    def all_gather(self, out, own):
-        all_gather_bytes(out.view(torch.uint8), own.contiguous().view(torch.uint8), self.group).wait()
-        return self._done(out, own)
-
-    def all_to_all(self, out, data):
-        dist.all_to_all_single(out, data, group=self.group)
-        return self._done(out, data)
-
-    def reduce_scatter(self, out, data):
-        rows = torch.empty_like(data)
-        dist.all_to_all_single(rows, data, group=self.group)
-        sum_in_order(rows.view(self.group.size(), -1), out)
-        return self._done(out, data)
-
-    def close(self):
-        self.is_open = False
-
-    abort = close
-
-
-SMALL, MIDDLE, LARGE = 1 << 16, 1 << 18, 1 << 20           # probed, in bytes of the whole tensor
-SLOW = 1e6
-
-
-@contextlib.contextmanager
-def adaptive(times, why_not=None, spoil=lambda out: None, **settings):
-    """A runtime that measures at three sizes; ``times(size, num_measured)``: microseconds natively, zipped, one-sided. On a CPU its groups'
-    transports are stand-ins, listed in ``live.opened``, and ``spoil`` spoils their results; or a group has none, and ``why_not``."""
-    kept = {(owner, name): getattr(owner, name) for owner, name in (
-        (switch, "PROBE_SIZES"), (switch, "PROBE_ROUNDS"), (switch, "_medians"), (one_sided.OneSided, "open"),
-        (one_sided, "reason_by_kind"))}
-    opened, num_measured = [], []
-
-    def medians(spec, test, *runs):
-        seen = kept[switch, "_medians"](spec, test, *runs)
-        size = max(t.nbytes for t in (*test.inputs, *test.outputs))
-        num_measured.append(size)
-        made_up = times(min((SMALL, MIDDLE, LARGE), key=lambda probed: abs(probed - size)), (len(num_measured) - 1) // 3)
-        return [b if math.isfinite(a) else a for a, b in zip(seen, made_up, strict=True)]
-
-    def open_(self, group):
-        if why_not is None:
-            opened.append(StandIn(group, spoil))
-            self.transport = opened[-1]
-        self.why_not = why_not
-
-    switch.PROBE_SIZES, switch.PROBE_ROUNDS = dict.fromkeys(("cpu", "cuda"), (SMALL, MIDDLE, LARGE)), dict.fromkeys(("cpu", "cuda"), 1)
-    switch._medians = medians
-    if not ONE_SIDED:
-        one_sided.OneSided.open = open_
-        by_kind = kept[one_sided, "reason_by_kind"]
-        one_sided.reason_by_kind = lambda config, kernels, name, call: None if by_kind(config, kernels, name, call) == "device" else (
-            by_kind(config, kernels, name, call))
-    try:
-        with runtime(**{"transport": "adaptive", "collectives": "adaptive", "deterministic_reduce": False, **settings}) as live:
-            live.opened = opened
-            yield live
-    finally:
-        for (owner, name), value in kept.items():
-            setattr(owner, name, value)
 
 
 def ways_taken(live, op, rank, world, sizes, seed=0) -> list[str]:
@@ -323,14 +247,36 @@ def case_timing_chooses_no_arithmetic(rank, world):
         assert taken == (["one-sided"] * 2 if world == 2 else ["native"] * 2), taken
 
 
-def case_split_lists_keep_equal_pieces_from_it(rank, world):
-    """One rank passes lists, the others none, as torch allows: what all of them know by the time they measure decides."""
-    with adaptive(lambda size, _: (100, 50, 10)) as live:
-        for seed in range(4):
-            call, result = exchange(A2A, rank, world, LARGE // 2 // world, seed)
-            if rank == 1:
+def case_lists_on_one_rank_alone(rank, world):
+    """As torch allows, also from the call on after which all would go one-sided: no rank can see them on another one, so nobody goes."""
+    def exchanges(live):
+        for i in range(6):
+            call, result = exchange(A2A, rank, world, LARGE // 2 // world, 7 * i)
+            if rank == 1 and i >= 3:
                 pieces = (call.input.numel() // world,) * world
                 call = Call(A2A, call.output, call.input, call.group, input_splits=pieces, output_splits=pieces)
             begin(live, call)[0].wait()
-            assert_same_bits(call.output, result, seed)
-        assert live.stats.snapshot()[A2A]["calls_one_sided"] == 0
+            assert_same_bits(call.output, result, i)
+        return live.stats.snapshot()[A2A]
+
+    with adaptive(lambda size, _: (100, 50, 10), split_lists="any") as live:
+        seen = exchanges(live)
+        assert live.state(dist.group.WORLD, torch.get_default_device()).measured("pair", BF16).costs.one_sided is None
+        assert (seen["calls_one_sided"], seen["not_one_sided"]) == (0, {"splits": 1}), seen
+    with stand_ins() as opened, runtime(transport="symmetric_memory", split_lists="any") as live:
+        seen = exchanges(live)
+        assert (seen["calls_one_sided"], seen["not_one_sided"]) == (0, {"splits": 6}) and not opened, seen
+
+
+def case_lists_on_all_ranks_or_none(rank, world):
+    """As was promised: those without go one-sided, and the others do not."""
+    with adaptive(lambda size, _: (100, 50, 10)) as live:
+        ways_taken(live, A2A, rank, world, [SMALL] * 2)
+        for i in range(4):
+            before = live.stats.snapshot()[A2A]["calls_one_sided"]
+            call, result = exchange(A2A, rank, world, LARGE // 2 // world, 7 * i)
+            pieces = (call.input.numel() // world,) * world if i % 2 else None
+            call = Call(A2A, call.output, call.input, call.group, input_splits=pieces, output_splits=pieces)
+            begin(live, call)[0].wait()
+            assert_same_bits(call.output, result, i)
+            assert live.stats.snapshot()[A2A]["calls_one_sided"] == before + (i % 2 == 0), i

@@ -18,6 +18,7 @@ from tests.helpers.bits import assert_same_bits
 from tests.helpers.ranks import DEVICE
 
 NUMEL = 5000
+SETTINGS: dict = {}             # of every World, for who runs these cases in another way
 
 
 def device() -> torch.device:
@@ -40,7 +41,7 @@ class World:
     """A FrameCache over shards whose contents all ranks know."""
 
     def __init__(self, world_size: int, numels=(NUMEL, NUMEL), **settings):
-        config = ZipcclConfig(**{"enabled": True, "collectives": "always", "min_bytes": 0, "cache_params": True, **settings})
+        config = ZipcclConfig(**{"enabled": True, "collectives": "always", "min_bytes": 0, "cache_params": True, **SETTINGS, **settings})
         self.runtime = Runtime(config, {DEVICE: loader.resolve("best", DEVICE)})
         self.stats, self.forward, self.world_size = CacheStats(config.max_cache_bytes), 0, world_size
         self.cache = FrameCache(self.runtime, dist.group.WORLD, device(), self.stats, lambda: self.forward)
@@ -57,13 +58,16 @@ class World:
         if on in (None, dist.get_rank()):
             self.shards[index].data.copy_(make(dist.get_rank()))
 
+    def outs(self) -> list[torch.Tensor]:
+        return [torch.empty_like(e) for e in self.expected]
+
     def gather(self):
         """Gathers all shards and compares bits; None if the cache would rather not."""
-        gather = self.cache.gather(self.cache.slots)
+        outs = self.outs()
+        gather = self.cache.gather(self.cache.slots, lambda: outs)
         if gather is None:
             return None
-        outs = [torch.empty_like(e) for e in self.expected]
-        gather.wait(outs)
+        gather.wait()
         for out, expected in zip(outs, self.expected, strict=True):
             assert_same_bits(out, expected, "cached gather")
         return gather
@@ -94,7 +98,7 @@ def case_pieces_with_and_without_frames(rank, world_size):
     outs = [torch.empty_like(e) for e in expected]
     workspace = Workspace(1 << 24)
     for _ in range(2):
-        PieceGather(pieces, dist.group.WORLD, workspace).wait(outs)
+        PieceGather(pieces, lambda: outs, dist.group.WORLD, workspace).wait()
         for out, rows in zip(outs, expected, strict=True):
             assert torch.equal(out.view(torch.uint8), rows.view(torch.uint8))
     assert workspace.held_bytes > 0
@@ -228,12 +232,11 @@ def case_unannounced_writes_found_later(rank, world_size):
     if rank == world_size - 1:
         world.shards[1].data[77] += 1
     world.forward += 1
-    gather = world.cache.gather(world.cache.slots)
-    gather.wait([torch.empty_like(e) for e in world.expected])
+    world.cache.gather(world.cache.slots, world.outs).wait()
     world.cache.changed(world.cache.slots)
     world.cache.refresh()
     try:
-        world.cache.gather(world.cache.slots)
+        world.cache.gather(world.cache.slots, world.outs)
     except CollectiveError as error:
         assert f"shard 1 on rank {world_size - 1}" in str(error) and "shard 0" not in str(error), error
     else:
@@ -252,7 +255,7 @@ def case_write_of_one_rank_that_does_not_fit(rank, world_size):
     if rank == 0:
         world.cache.changed_here([world.cache.slots[1]])
     try:
-        world.cache.gather(world.cache.slots).wait([torch.empty_like(e) for e in world.expected])
+        world.cache.gather(world.cache.slots, world.outs).wait()
         world.cache.slots[1].codec.raise_on_error(device())
     except FrameError as error:
         assert rank != 0 or "shard 1" in str(error)

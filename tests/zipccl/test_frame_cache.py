@@ -6,13 +6,20 @@ from ds_zipccl.collectives.fingerprint import fingerprint, fingerprint_bytes
 from tests.helpers.ranks import assert_ok, case_names
 
 MODULE = "tests.zipccl.frame_cache_cases"
-CASES = case_names(MODULE)
+ONE_SIDED = "tests.zipccl.frame_cache_one_sided_cases"
+CASES, ONE_SIDED_CASES = case_names(MODULE), case_names(ONE_SIDED)
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks(world_size, case):
     assert_ok(MODULE, CASES, world_size, case)
+
+
+@pytest.mark.parametrize("case", ONE_SIDED_CASES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_sided(world_size, case):
+    assert_ok(ONE_SIDED, ONE_SIDED_CASES, world_size, case)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 3, 127, 128, 129, 1000, 4096, 70001])

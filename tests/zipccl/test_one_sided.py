@@ -49,7 +49,7 @@ def call(op, numel=1 << 20, world_size=2, **fields) -> Call:
 
 
 def why(c: Call, kernels="cuda", **settings):
-    config = ZipcclConfig(enabled=True, transport="symmetric_memory", **settings)
+    config = ZipcclConfig(enabled=True, transport="symmetric_memory", **{"split_lists": "all_or_none", **settings})
     return reason_against(config, kernels, specs()[c.op], c)
 
 
@@ -60,6 +60,7 @@ def test_who_goes_where():
     assert why(call(AG), kernels="triton") == "device" and why(call(AG), kernels=None) == "device"
     assert why(call(AG), integrity="checksum") == "integrity" and why(call(AG), window="sigma") == "window"
     assert why(call(A2A, input_splits=(1, 2), output_splits=(1, 2))) == "splits"
+    assert why(call(A2A), split_lists="any") == "splits" and why(call(RS), split_lists="any") is None
     assert why(call(A2A, numel=1000)) == "min_bytes" and why(call(A2A, numel=1000), min_bytes=0) == "no_gain"
     assert why(call(A2A, numel=1 << 30), max_workspace_bytes=1 << 20) is None            # it is carried out in parts
     assert why(call(RS, reduce_op=dist.ReduceOp.AVG)) is None and why(call(AG), level=2) is None

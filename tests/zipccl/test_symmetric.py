@@ -9,7 +9,7 @@ import torch
 
 from ds_zipccl.codec.dtypes import TABLE
 from ds_zipccl.codec.format import TILE_ELEMS, layout
-from ds_zipccl.collectives.symmetric import MAX_RANKS, NUM_IN_RING, part_sizes, plan, slot_bytes, why_not
+from ds_zipccl.collectives.symmetric import MAX_RANKS, NUM_IN_RING, Row, SymmetricTransport, in_turn, part_sizes, plan, slot_bytes, why_not
 from ds_zipccl.kernels.cuda_calls import CudaCalls
 from ds_zipccl.kernels.rank_order import sum_in_order
 from ds_zipccl.kernels.symmetric_calls import Exchange, SymmetricCalls
@@ -55,7 +55,7 @@ class Ranks:
         return cut
 
     def exchange(self, cut, rows: int, row_stride: int, out: int, out_stride: int, own=0, copy=(0, 0, 0), made=None) -> Exchange:
-        return Exchange(rows, row_stride, out, out_stride, own, *copy, self.num_lanes, cut.num_parts, cut.parts, made,
+        return Exchange(rows, row_stride, out, out_stride, own, *copy, self.num_lanes, cut.num_parts, cut.parts, made, None,
                         self.status.data_ptr(), self.workspace.data_ptr(), self.stream)
 
     def run(self, calls: list[Exchange]) -> None:
@@ -183,6 +183,68 @@ def test_frames_made_beforehand(libraries, num_tiles):
         for out in ranks.all_gather(data, made):
             assert all(same_bits(out[r], data[r]) for r in range(3))
     assert not ranks.errors.any()
+
+
+class InTurn:
+    """The engine of one rank's SymmetricTransport: calls are carried out when all ranks have made theirs."""
+
+    def __init__(self):
+        self.calls = []
+
+    def run(self, exchange):
+        self.calls.append(exchange)
+
+    def is_done(self, call):
+        return False
+
+
+KINDS = ("frame", "made on the way", "as it is")
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_rows_with_and_without_frames(libraries, num_lanes, world_size, monkeypatch):
+    """Many in a call, each somewhere else, with frames that exist, are made on the way, or are none; of one rank what has a frame does not
+    compress. A lone one too."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    ranks = Ranks(libraries, world_size, NUM_IN_RING * 8 * world_size * TILE_ELEMS, num_lanes)
+    transports = [SymmetricTransport(InTurn(), lambda stream, words: ranks.workspace.data_ptr(), r, torch.device("cpu"), world_size,
+                                     ranks.room, ranks.overflows[r], None) for r in range(world_size)]
+    cases = [(kind, n, makers) for n in (5003, 1, TILE_ELEMS + 77) for kind in KINDS for makers in (
+        [gaussians] * world_size, [gaussians] * (world_size - 1) + [random_bits])] + [("as it is", 100_001, [random_bits] * world_size)]
+    num_raw = 0
+    for round_, chosen in enumerate((cases, cases[::-1], *([case] for case in cases[:6]))):
+        data = [[makers[r](1000 * round_ + 10 * i + r, (n,), torch.bfloat16) for i, (_, n, makers) in enumerate(chosen)]
+                for r in range(world_size)]
+        outs = [[torch.full((world_size, n + 9), 3, dtype=torch.bfloat16)[:, 4:n + 4] for _, n, _ in chosen] for _ in data]
+        for r, transport in enumerate(transports):
+            transport.num_lanes, rows = num_lanes, []
+            for (kind, n, _), x, out in zip(chosen, data[r], outs[r], strict=True):
+                g = layout(TABLE[0], n, spill_per_tile=64)
+                frame = None
+                if kind == "frame":
+                    frame = torch.zeros(g.frame_bytes + 16, dtype=torch.uint8)
+                    frame = frame[-frame.data_ptr() % 16:]
+                    ranks.codec.encode(g, x.data_ptr(), 0, frame.data_ptr(), 0, 1, -1, ranks.status.data_ptr(),
+                                       ranks.workspace.data_ptr(), 0)
+                rows.append(Row(x, out, g, frame, kind == "as it is"))
+            assert transport.has_room(tuple(row.kind for row in rows))
+            assert transport.gather_rows(rows).sent_bytes == (world_size - 1) * sum(
+                2 * row.data.numel() if row.as_it_is else row.geometry.frame_bytes for row in rows)
+        ranks.run([transport._engine.calls[-1] for transport in transports])
+        for r in range(world_size):
+            for case, out, *everyones in zip(chosen, outs[r], *data, strict=True):
+                assert all(same_bits(out[q], everyones[q]) for q in range(world_size)), (round_, case, r)
+                assert bool((out.as_strided((world_size, out.stride(0)), out.stride(), out.storage_offset() - 4)[:, :4] == 3).all())
+        num_raw += (world_size - 1) * sum(makers[-1] is random_bits and kind != "as it is" and n > 1 for kind, n, makers in chosen)
+    assert ranks.overflows.sum(1).tolist() == [0] * (world_size - 1) + [num_raw] and not ranks.errors.any()
+    assert not transports[0].has_room(((layout(TABLE[0], 16 * TILE_ELEMS), False, False),))
+
+
+def test_rows_are_in_turn_smallest_at_the_ends():
+    assert in_turn([5, 1, 4, 2, 3]) == [1, 4, 0, 2, 3] and in_turn([7]) == [0]
+    for sizes in ([3] * 6, [9, 1], list(range(11))):
+        assert sorted(in_turn(sizes)) == list(range(len(sizes)))
 
 
 def test_calls_on_two_streams_claim_regions_each(libraries):

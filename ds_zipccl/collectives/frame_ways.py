@@ -1,0 +1,126 @@
+"""How kept frames (frame_cache.py) are gathered: natively without them, over the process group, or over symmetric memory. All ranks come to
+the same answer, without talking."""
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl.codec.codec import Codec
+from ds_zipccl.collectives import all_gather, switch
+from ds_zipccl.collectives.cached import PieceGather, row_bytes, trial_frames
+from ds_zipccl.collectives.cost import MIN_GAIN, NATIVE, ONE_SIDED, ZIPPED
+from ds_zipccl.collectives.frame_slot import Slot
+from ds_zipccl.collectives.one_sided import ranges_of_row
+from ds_zipccl.collectives.registry import Call
+from ds_zipccl.collectives.runtime import Runtime
+from ds_zipccl.collectives.symmetric import Row, SymmetricTransport
+
+OP = all_gather.SPEC.name
+
+
+class Ways:
+    """Of one group and device. All ranks ask with the same slots in the same order."""
+
+    def __init__(self, runtime: Runtime, group: dist.ProcessGroup, device: torch.device):
+        #: The group's, while frames may go one-sided: they are made in level 1 then, which it decodes.
+        self.transport: SymmetricTransport | None = None
+        self.against: str | None = None             # why the last gather that was to go one-sided does not
+        self._runtime, self._group, self._device = runtime, group, device
+
+    @property
+    def level(self) -> int:
+        """Of frames that are made now."""
+        return self._runtime.config.level if self.transport is None else 1
+
+    def choose(self, slots: list[Slot]) -> tuple[str, str | None]:
+        """(ZIPPED or ONE_SIDED: with their frames, None), or (NATIVE, why these slots are better gathered without)."""
+        config, size = self._runtime.config, self._group.size()
+        framed = [slot for slot in slots if slot.may_have_frame]
+        raw = sum(slot.raw_bytes for slot in slots)
+        row = row_bytes(sum(s.frame_bytes() for s in framed), sum(s.raw_bytes for s in slots if s not in framed))
+        if not framed:
+            return NATIVE, slots[0].reason
+        if size * raw < max(config.min_bytes, 1):
+            return NATIVE, "min_bytes"
+        if row >= raw:
+            return NATIVE, "no_gain"
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return NATIVE, "graph_capture"
+        way = self._fastest(slots, size * raw, raw / row)
+        if way == NATIVE:
+            return NATIVE, "native_is_faster"
+        return (NATIVE, "max_workspace_bytes") if way == ZIPPED and size * row > config.max_workspace_bytes else (way, None)
+
+    def _fastest(self, slots: list[Slot], whole_bytes: int, ratio: float) -> str:
+        router, row = self._runtime.router, torch.empty(1, dtype=slots[0].dtype, device=self._device)
+        call = Call(OP, row, row, self._group)      # for its group, dtype and device
+        self.against = None
+        if router.wanted:
+            self.transport, self.against = router.for_rows(call, self._state)
+            self.against = self.against or self._reason_against(slots)
+            if self.against is None:
+                return ONE_SIDED
+        natively = switch.may_go_native(all_gather.SPEC, self._runtime.config)
+        if not natively and not router.is_measured:
+            return ZIPPED
+        measured = self._measured(call)
+        if not router.wanted:
+            self.transport = None if measured.costs.one_sided is None else router.for_rows(call, self._state)[0]
+        way = measured.way(whole_bytes, ratio, natively=natively)
+        if way == ONE_SIDED:
+            self.against = self._reason_against(slots)
+            if self.against is not None:
+                way = ZIPPED if not natively or measured.gains(whole_bytes, ratio)[ZIPPED] > MIN_GAIN else NATIVE
+        return way
+
+    @property
+    def _state(self):
+        return self._runtime.state(self._group, self._device)
+
+    def _reason_against(self, slots: list[Slot]) -> str | None:
+        """Why these slots cannot go over the transport that the group has."""
+        if any(slot.codec is not None and slot.codec.geometry.level != 1 for slot in slots):
+            return "level"                          # until they are encoded again
+        return None if self.transport.has_room(tuple(slot.kind() for slot in slots if slot.numel)) else "small_memory"
+
+    # -- measured with frames made beforehand
+
+    def _measured(self, call: Call) -> switch.Measured:
+        runtime, measured = self._runtime, self._state.measured("cached_all_gather", call.dtype)
+        if measured.is_due_next(runtime.config.reprobe_calls):
+            runtime.settle(self._group)
+        switch.measure_if_due(measured, all_gather.SPEC, call, self._trial(self._over_group, runtime.config.level), self._state,
+                              runtime.config, runtime.router if runtime.router.is_measured else None, self._prober)
+        return measured
+
+    def _prober(self, _spec, call: Call, state) -> Callable[[Call], bool] | None:
+        transport, reason = self._runtime.router.for_rows(call, state)
+        if transport is None:
+            if reason != "device":                  # which nobody expects
+                self._runtime.stats.not_one_sided(OP, reason)
+            return None
+
+        def gather(pieces, outs) -> bool:
+            state.settle()
+            work = transport.gather_rows([Row(p.data, out, p.codec.geometry, p.frame) for p, out in zip(pieces, outs, strict=True)])
+            return work is not None and work.wait()
+
+        return self._trial(gather, 1, self._runtime.config)
+
+    def _over_group(self, pieces, outs) -> bool:
+        PieceGather(pieces, lambda: outs, self._group, self._runtime.workspace).wait()
+        return True
+
+    def _trial(self, gather, level: int, cut_for=None) -> Callable[[Call], bool]:
+        """What carries out the switch's test calls with ``gather(pieces, outs)``. ``cut_for``: the configuration by which rows are cut."""
+        size, kernels, pieces = self._group.size(), self._runtime.kernels[self._device.type], []
+
+        def run(test: Call) -> bool:
+            n, dtype = test.input.numel(), test.input.dtype
+            ranges = [(0, n)] if cut_for is None else ranges_of_row(cut_for, dtype, n, size)
+            if not pieces or pieces[0].data.data_ptr() != test.input.data_ptr():        # a size's first round, which is not counted
+                pieces[:] = trial_frames(test.input, ranges, lambda numel: Codec.of(dtype, numel, self._device.type, level=level,
+                                                                                    kernels=kernels))
+            return gather(pieces, [test.output.view(size, -1)[:, start:end] for start, end in ranges])
+
+        return run

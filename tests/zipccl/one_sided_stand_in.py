@@ -1,0 +1,146 @@
+"""A one-sided transport without GPUs: a stand-in over the group's own collectives, and runtimes that use it where there are none."""
+import contextlib
+import math
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl.codec.codec import Codec
+from ds_zipccl.codec.format import OVERFLOW_BIT, STATUS_OFFSET
+from ds_zipccl.collectives import one_sided, switch
+from ds_zipccl.collectives.transport import all_gather_bytes
+from ds_zipccl.kernels import loader
+from ds_zipccl.kernels.rank_order import sum_in_order
+from tests.helpers.ranks import DEVICE
+from tests.zipccl.collective_helpers import runtime
+
+ONE_SIDED = DEVICE == "cuda"            # the real one is there
+
+
+class Sent:
+    """A gather of rows: until somebody has waited for it, nobody may write frames or data."""
+
+    def __init__(self, rows, sent_bytes):
+        self.sent_bytes = sent_bytes
+        self._seen = [(t, t.clone()) for row in rows for t in (row.frame, row.data) if t is not None]
+
+    def wait(self):
+        seen, self._seen = self._seen, []
+        assert all(torch.equal(now.view(torch.uint8), then.view(torch.uint8)) for now, then in seen), "written while it is sent"
+        return True
+
+
+class StandIn:
+    """A transport over the group's own collectives. ``spoil(out)``: what it does to a result."""
+
+    def __init__(self, group, spoil=lambda out: None):
+        self.group, self.spoil, self.num_calls, self.num_overflows, self.is_open = group, spoil, 0, 0, True
+        self.room, self.num_gathers = 1 << 30, 0            # bytes of a row; gathers of rows
+
+    def _done(self, out, data):
+        assert self.is_open
+        self.num_calls += 1
+        self.spoil(out)
+        return SimpleNamespace(wait=lambda: True, sent_bytes=data.nbytes // 2)
+
+    def all_gather(self, out, own):
+        all_gather_bytes(out.view(torch.uint8), own.contiguous().view(torch.uint8), self.group).wait()
+        return self._done(out, own)
+
+    def all_to_all(self, out, data):
+        dist.all_to_all_single(out, data, group=self.group)
+        return self._done(out, data)
+
+    def reduce_scatter(self, out, data):
+        rows = torch.empty_like(data)
+        dist.all_to_all_single(rows, data, group=self.group)
+        sum_in_order(rows.view(self.group.size(), -1), out)
+        return self._done(out, data)
+
+    def has_room(self, kinds):
+        return all(2 * g.numel <= self.room for g, _, _ in kinds)
+
+    def gather_rows(self, rows):
+        """Frames are what receivers see, unless they overflowed."""
+        world, num_bytes = self.group.size(), 0
+        for data, out, g, frame, as_it_is in rows:
+            assert g.level == 1 and (frame is None or not as_it_is) and data.numel() == g.numel
+            raw = torch.empty(world, data.nbytes, dtype=torch.uint8)
+            all_gather_bytes(raw.view(-1), data.contiguous().view(torch.uint8), self.group).wait()
+            frames = torch.zeros(world, g.frame_bytes, dtype=torch.uint8)
+            if frame is not None:
+                all_gather_bytes(frames.view(-1), frame.view(-1), self.group).wait()
+            for rank in range(world):
+                overflowed = int(frames[rank, STATUS_OFFSET:STATUS_OFFSET + 4].view(torch.int32)) & OVERFLOW_BIT
+                if frame is None or overflowed or rank == self.group.rank():
+                    out[rank].copy_(raw[rank].view(data.dtype))
+                else:
+                    Codec(g, loader.resolve("best", DEVICE)).decode(frames[rank:rank + 1], out[rank:rank + 1])
+            num_bytes += data.nbytes if as_it_is else g.frame_bytes
+        for _, out, *_ in rows:
+            self._done(out, out)
+        self.num_gathers += 1
+        return Sent(rows, num_bytes * (world - 1))
+
+    def close(self):
+        self.is_open = False
+
+    abort = close
+
+
+SMALL, MIDDLE, LARGE = 1 << 16, 1 << 18, 1 << 20           # probed, in bytes of the whole tensor
+SLOW = 1e6
+
+
+@contextlib.contextmanager
+def stand_ins(why_not=None, spoil=lambda out: None):
+    """On a CPU groups' transports are stand-ins: their list, the last one opened last. ``spoil`` spoils their results; or a group has none,
+    and ``why_not``."""
+    opened, by_kind, real_open = [], one_sided.reason_by_kind, one_sided.OneSided.open
+
+    def open_(self, group):
+        if why_not is None:
+            opened.append(StandIn(group, spoil))
+            self.transport = opened[-1]
+        self.why_not = why_not
+
+    if not ONE_SIDED:
+        one_sided.OneSided.open = open_
+        one_sided.reason_by_kind = lambda config, kernels, name, call: by_kind(
+            config, "cuda", name, SimpleNamespace(**{**vars(call), "device": torch.device("cuda"), "world_size": call.world_size}))
+    try:
+        yield opened
+    finally:
+        one_sided.OneSided.open, one_sided.reason_by_kind = real_open, by_kind
+
+
+@contextlib.contextmanager
+def measured_at_three_sizes(times):
+    """``times(size, num_measured)``: microseconds natively, zipped, one-sided; infinite ones stay."""
+    kept = {name: getattr(switch, name) for name in ("PROBE_SIZES", "PROBE_ROUNDS", "_medians")}
+    num_measured = []
+
+    def medians(spec, test, *runs):
+        seen = kept["_medians"](spec, test, *runs)
+        size = max(t.nbytes for t in (*test.inputs, *test.outputs))
+        num_measured.append(size)
+        made_up = times(min((SMALL, MIDDLE, LARGE), key=lambda probed: abs(probed - size)), (len(num_measured) - 1) // 3)
+        return [b if math.isfinite(a) else a for a, b in zip(seen, made_up, strict=True)]
+
+    switch.PROBE_SIZES, switch.PROBE_ROUNDS = dict.fromkeys(("cpu", "cuda"), (SMALL, MIDDLE, LARGE)), dict.fromkeys(("cpu", "cuda"), 1)
+    switch._medians = medians
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(switch, name, value)
+
+
+@contextlib.contextmanager
+def adaptive(times, why_not=None, spoil=lambda out: None, **settings):
+    """A runtime that measures these times; see both above. ``live.opened``: the stand-ins."""
+    settings = {"transport": "adaptive", "collectives": "adaptive", "deterministic_reduce": False, "split_lists": "all_or_none", **settings}
+    with measured_at_three_sizes(times), stand_ins(why_not, spoil) as opened, runtime(**settings) as live:
+        live.opened = opened
+        yield live

@@ -15,7 +15,7 @@ from ds_scape.update.norms import CHUNK
 from ds_scape.update.residual import WIRE_DTYPES
 
 #: What choosing coordinates takes on a GPU: bytes per tile of elements.
-_TILE, _TILE_BYTES = 1024, 130 * 4
+_TILE, _TILE_BYTES = 512, 66 * 4
 
 
 class Sizes(NamedTuple):

@@ -120,7 +120,7 @@ class Mailbox:
         self._pair_counts: dict[tuple[int, int], int] = {}          # by (writer, reader), of which this rank is one
         self._room: dict[tuple[int, ...], int] = {}                 # exchanges so far that may be written, as known when last looked
         self._ended: str | None = None
-        self._posted: deque[tuple[int, int]] = deque(maxlen=DEPTH)          # what encodes were told to write last
+        self._posted: deque[tuple[int, int]] = deque(maxlen=2 * DEPTH)      # what the GPU was told to write last
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)           # ends with the process, whatever ends that
         if writer is not None:
             writer.open(self._map, self._places.trial(rank))
@@ -197,6 +197,7 @@ class Mailbox:
             return
         if self._gpu is not None:
             address = own.data_ptr()
+            self._posted.extend(places)
             for i, (entry, stamp) in enumerate(places):
                 self._gpu.write(entry, stamp, address + 4 * i, stream)
             return
@@ -259,7 +260,7 @@ class Mailbox:
 
 
     def _all_written(self) -> bool:
-        """Whether encodes have put everything there that they were told to, which new words have not replaced."""
+        """Whether the GPU has put everything there that it was told to."""
         return all([self.memory[entry] >> 32 == stamp for entry, stamp in dict(self._posted).items()])
 
 

@@ -239,6 +239,10 @@ class Gpu:
     def open(self, memory, trial):
         self._memory = memoryview(memory).cast("I")
 
+    def address(self, entry, stream):
+        self.queued.append(None)                    # a kernel that is still to run
+        return 8 * entry
+
     def write(self, entry, stamp, word, stream):
         self.queued += [(2 * entry, int.from_bytes((torch.frombuffer(_at(word), dtype=torch.int32)).numpy().tobytes(), "little")),
                         (2 * entry + 1, stamp)]
@@ -276,6 +280,37 @@ def test_words_that_a_gpu_writes(make):
     box.gather(tensor(1), 0)
     box.end("closed")                               # with a write on its way
     assert len(mailbox._KEPT) == kept + 1
+
+
+def test_words_that_an_encode_writes(make):
+    """The stamp and the address are those that readers look at; memory is kept while a kernel may still write there."""
+    gpu = Gpu()
+    box, kept = make(1, writer=gpu)[0], len(mailbox._KEPT)
+    for turn, post in enumerate((box.post_to_all, lambda stream: box.post_from(0, stream), box.post_to_all)):
+        reading, address, stamp = post(5)
+        assert not reading.is_there() and gpu.queued.pop() is None
+        box.memory[address // 8] = stamp << 32 | (-9 * turn - 1) & 0xFFFFFFFF
+        assert reading.is_there() and reading.words == [-9 * turn - 1]
+    box.end("closed")
+    assert len(mailbox._KEPT) == kept
+    box = make(1, writer=gpu)[0]
+    box.post_to_all(5)
+    gpu.queued.clear()                              # as far as streams of ours can tell
+    box.end("closed")
+    assert len(mailbox._KEPT) == kept + 1
+
+
+def test_pairs_whose_words_an_encode_writes(make, tmp_path):
+    a, b = make(2)
+    a._gpu, b._gpu = Gpu(), Gpu()
+    for box in (a, b):
+        box._gpu.open(box._map, 0)
+    for turn in range(3):
+        mine, address, stamp = a.post_to_one([0, 1], [0, 0], 5)
+        theirs, nowhere, _ = b.post_to_one([0, 0], [1, 0], 5)
+        assert nowhere == 0 and not theirs.is_there()
+        a.memory[address // 8] = stamp << 32 | turn
+        assert mine.is_there() and theirs.is_there() and theirs.words == mine.words == [turn]
 
 
 # The agreement.

@@ -9,6 +9,7 @@ on where it stopped when it is called again with the same --folder; with --whole
 Settings are chosen on the part "tune" of the held-out files (--sweep), the table shows the part "report".
 """
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -136,6 +137,7 @@ class Chunk:
         self.say({name: part.numel() for name, part in tokens.items()}, "tokens")
         tokens = {name: part.view(torch.int16) for name, part in tokens.items()}
         train, held = tokens["train"].to(self.device), Held(tokens, args.seq_len, self.device)
+        gc.freeze()                             # what was loaded so far stays: every capture of a graph collects garbage
         waiting = [job for job in jobs(args) if not (folder / f"{job.key}.json").exists()]
         while waiting and time.monotonic() < self.deadline:
             num = args.side_by_side

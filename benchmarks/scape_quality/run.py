@@ -111,7 +111,7 @@ class Run:
     def _capture(self) -> None:
         for _ in range(2):
             self._pass()
-            self._evaluate_all()
+        self._evaluate_all()
         torch.cuda.synchronize()
         self._graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graphs[0], stream=self._stream):

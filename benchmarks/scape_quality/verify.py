@@ -56,8 +56,9 @@ def differences(shape: Shape, device: torch.device, steps: int, num_workers: int
     return found
 
 
-def model_error(shape: Shape, device: torch.device, batch: int = 4, num_workers: int = 4) -> float:
-    """|compiled - plain| / |plain| of all workers' gradients; bf16 arithmetic in both, so about 0.01."""
+def model_error(shape: Shape, device: torch.device, batch: int = 4, num_workers: int = 4) -> tuple[float, bool]:
+    """|compiled - plain| / |plain| of all workers' gradients; bf16 arithmetic in both, so about 0.01. And whether the compiled model
+    gives the same bits when it is asked again."""
     numel = workers.padded(shape.num_parameters, num_workers)
     generator = torch.Generator("cpu").manual_seed(3)
     tokens = torch.randint(shape.vocab, (num_workers * batch, shape.seq_len + 1), generator=generator, device="cpu")
@@ -65,7 +66,9 @@ def model_error(shape: Shape, device: torch.device, batch: int = 4, num_workers:
     for model in (plain, compiled):
         model.copies.copy_(shape.initial(1, numel))
         model.forward_backward(tokens.to(device))
-    return float((compiled.gradients.float() - plain.gradients.float()).norm() / plain.gradients.float().norm())
+    first = compiled.gradients.clone()
+    compiled.forward_backward(tokens.to(device))
+    return float((first.float() - plain.gradients.float()).norm() / plain.gradients.float().norm()), _same(first, compiled.gradients)
 
 
 def _same(mine: torch.Tensor, theirs: torch.Tensor) -> bool:

@@ -28,14 +28,16 @@ DESCRIPTION = """Trains a GPT on random tokens with DeepSpeed, every run from th
 every other round backwards. speedup: of the median step against the run's rival; the run "again" is native once more: its speedup is the
 noise, and its losses show whether training repeats itself at all. f: the exposed share of communication in the rival's step (GPU); s: how
 many times faster the collectives are alone, measured in the same process; bound = 1 / (1 - f + f / s); reached = speedup / bound. losses:
-equal to the rival's in all bits, or not. Exit status 1 if a run that promises equal losses has others."""
-COLUMNS = ("transport", "model", "stage", "tokens", "run", "step ms", "speedup", "f", "s", "bound", "reached", "exposed ms", "codec ms",
-           "wire MB", "ratio", "GiB", "losses")
+equal to the rival's in all bits, or not. From a trace (GPU): compute, of it the optimizer's part, and what of communication and of copies
+from and to the host is exposed. wire MB: what a rank sends in a step, as rings do. Exit status 1 if a run that promises equal losses has
+others."""
+COLUMNS = ("transport", "model", "stage", "tokens", "run", "step ms", "speedup", "f", "s", "bound", "reached", "compute ms", "optimizer ms",
+           "exposed ms", "copies ms", "codec ms", "wire MB", "ratio", "GiB", "losses")
 #: What NCCL is told. "as_is": whatever it finds, NVLink where there is one.
 TRANSPORTS = {"as_is": {}, "host": {"NCCL_P2P_DISABLE": "1"},
               "sockets": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}}
 _BETAS = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
-_ADAMW = {"optimizer": {"type": "AdamW", "params": _BETAS | {"torch_adam": True}}}
+_ADAMW = {"optimizer": {"type": "AdamW", "params": _BETAS | {"torch_adam": True, "fused": True}}}
 _ADAMS = {"optimizer": {"type": "ScapeAdamS", "params": _BETAS}}
 
 
@@ -61,8 +63,9 @@ RUNS = {
     "adams": Run(_ADAMS),
     "scape90": Run(_scape(0.1), "adams", False, (1, 2)),
     "scape99": Run(_scape(0.01), "adams", False, (1, 2)),
-    "scape99_offload": Run(_scape(0.01, offload=True), "adams", False, (1, 2)),
-    "scape99_zipped": Run(_scape(0.01) | {"zipccl": {"enabled": True}}, "adams", False, (1, 2)),
+    **{f"scape{share}{name}": Run(_scape(density, **params) | more, "adams", False, (1, 2)) for share, density in ((90, 0.1), (99, 0.01))
+       for name, params, more in (("_offload", {"offload": True}, {}), ("_zipped", {}, {"zipccl": {"enabled": True}}),
+                                  ("_offload_zipped", {"offload": True}, {"zipccl": {"enabled": True}}))},
     "again": Run(_ADAMW, "native", True),
 }
 DEFAULT_RUNS = "native,zipped,again"
@@ -214,8 +217,9 @@ def _collectives(args, size: int = 64 << 20) -> dict[str, float]:
 def _row(name: str, done: dict[str, dict], stage: int, speedups: dict[str, float]) -> dict:
     mine, rival = done[name], done.get(RUNS[name].rival)
     raw, wire = (sum(op[kind] for op in mine["ops"].values()) for kind in ("raw_bytes", "wire_bytes"))
+    wire = wire if mine["ops"] else sum(mine["sent_bytes"].values())
     row = {"op": "step", "stage": stage, "run": name, "ranks": dist.get_world_size(), "time_us": mine["step_ms"] * 1e3, "wire_bytes": wire,
-           "ratio": raw / wire if wire else None, "speedup": None, "losses": ""} | {k: v for k, v in mine.items() if k != "losses"}
+           "ratio": raw / wire if raw and wire else None, "speedup": None, "losses": ""} | {k: v for k, v in mine.items() if k != "losses"}
     row["last_loss"] = float.fromhex(mine["losses"][-1])
     if rival is None:
         return row
@@ -240,8 +244,9 @@ def _cells(row: dict) -> list[str]:
     trace = row["trace"] or {}
     return [row["transport"], row["model"], str(row["stage"]), str(row["tokens"]), row["run"], number("time_us", 1, 1e3),
             *(number(name, 3) for name in ("speedup", "f", "s", "bound", "reached")),
-            *(f"{trace[name]:.1f}" if trace else "" for name in ("exposed_ms", "codec_ms")),
-            number("wire_bytes", 1, 1e6) if row["ops"] else "", number("ratio", 3), number("memory_bytes", 2, 1 << 30), row["losses"]]
+            *(f"{trace[name]:.1f}" if name in trace else "" for name in ("compute_ms", "optimizer_ms", "exposed_ms", "exposed_copies_ms",
+                                                                         "codec_ms")),
+            number("wire_bytes", 1, 1e6), number("ratio", 3), number("memory_bytes", 2, 1 << 30), row["losses"]]
 
 
 def _line(row: dict) -> str:

@@ -1,4 +1,4 @@
-"""How much of a training step is communication that no arithmetic hides: read off a profiler's trace of a GPU."""
+"""How much of a training step is communication that no arithmetic hides, and how much is the optimizer's: from a profiler's trace."""
 import json
 import tempfile
 from collections.abc import Callable
@@ -9,7 +9,15 @@ from torch.profiler import ProfilerActivity, profile
 
 COMMUNICATION = ("nccldevkernel", "nccl_dev_kernel", "ncclkernel")
 CODEC = ("zipccl_",)
+COPIES = ("memcpy htod", "memcpy dtoh")
+#: What ``mark`` runs.
+MARK = "spin_kernel"
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def mark() -> None:
+    """Queues what ``summarize`` finds the optimizer's part by: before it and after it, in every step."""
+    torch.cuda._sleep(1)
 
 
 def record(steps: Callable[[], None]) -> list[dict]:
@@ -25,22 +33,40 @@ def record(steps: Callable[[], None]) -> list[dict]:
 
 
 def summarize(events: list[dict], num_steps: int) -> dict[str, float]:
-    """Milliseconds a step: ``communication_ms`` (a kernel of NCCL's runs), ``codec_ms`` (one of ours), ``compute_ms`` (any other),
-    ``exposed_ms`` (one of NCCL's or ours and no other), ``idle_ms`` (none), ``span_ms`` (from the first's start to the last's end).
+    """Milliseconds a step: ``communication_ms`` (a kernel of NCCL's runs), ``codec_ms`` (one of ours), ``copies_ms`` (between host and
+    device), ``compute_ms`` (any other), ``exposed_ms`` (one of NCCL's or ours and no other kernel), ``exposed_copies_ms`` (nothing but
+    copies), ``idle_ms`` (none), ``span_ms`` (from the first's start to the last's end). Where every step was marked, also
+    ``optimizer_ms``, ``exposed_in_optimizer_ms`` and ``idle_in_optimizer_ms``: the part of compute, exposed (copies included) and idle
+    between a step's two marks.
 
     A kernel of NCCL's that waits for another rank counts as running: what is exposed includes waiting.
     """
-    kinds = {"communication": [], "codec": [], "compute": []}
+    kinds, marks = {"communication": [], "codec": [], "copies": [], "compute": []}, []
     for event in events:
-        name = event["name"].lower()
-        kind = "communication" if name.startswith(COMMUNICATION) else "codec" if name.startswith(CODEC) else "compute"
-        kinds[kind].append((event["ts"], event["ts"] + event["dur"]))
-    ours = union(kinds["communication"] + kinds["codec"])
-    everything = union(ours + kinds["compute"])
+        name, interval = event["name"].lower(), (event["ts"], event["ts"] + event["dur"])
+        starts = {"communication": COMMUNICATION, "codec": CODEC, "copies": COPIES}
+        if MARK in name:
+            marks.append(interval[0])
+        else:
+            kinds[next((kind for kind, words in starts.items() if name.startswith(words)), "compute")].append(interval)
+    joined = {kind: union(intervals) for kind, intervals in kinds.items()}
+    kernels = union(joined["communication"] + joined["codec"] + joined["compute"])
+    everything = union(kernels + joined["copies"])
     span = everything[-1][1] - everything[0][0] if everything else 0.0
-    lengths = {f"{kind}_ms": length(union(intervals)) for kind, intervals in kinds.items()}
-    lengths |= {"exposed_ms": length(everything) - lengths["compute_ms"], "idle_ms": span - length(everything), "span_ms": span}
+    lengths = {f"{kind}_ms": length(intervals) for kind, intervals in joined.items()}
+    lengths |= {"exposed_ms": length(kernels) - lengths["compute_ms"], "exposed_copies_ms": length(everything) - length(kernels),
+                "idle_ms": span - length(everything), "span_ms": span}
+    if len(marks) == 2 * num_steps:
+        marks.sort()
+        windows = list(zip(marks[::2], marks[1::2], strict=True))
+        computing, busy = (length(_inside(intervals, windows)) for intervals in (joined["compute"], everything))
+        lengths |= {"optimizer_ms": computing, "exposed_in_optimizer_ms": busy - computing,
+                    "idle_in_optimizer_ms": length(windows) - busy}
     return {name: us / 1e3 / num_steps for name, us in lengths.items()}
+
+
+def _inside(intervals: list[tuple[float, float]], windows: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    return [(max(a, begin), min(b, end)) for begin, end in windows for a, b in intervals if a < end and b > begin]
 
 
 def union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:

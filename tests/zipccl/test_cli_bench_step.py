@@ -17,11 +17,17 @@ def event(name, start, end):
 
 def test_exposed_is_what_no_arithmetic_hides():
     events = [event("gemm", 0, 100), event("ncclDevKernel_AllGather_RING_LL", 50, 300), event("zipccl_encode_bf16", 280, 320),
-              event("gemm", 120, 150), event("ncclDevKernel_SendRecv", 310, 330), event("Memcpy DtoD", 400, 440)]
+              event("gemm", 120, 150), event("ncclDevKernel_SendRecv", 310, 330), event("Memcpy DtoD", 400, 440),
+              event("Memcpy HtoD (Pinned -> Device)", 90, 110), event("Memcpy DtoH (Device -> Pinned)", 320, 350)]
     found = step_trace.summarize(events, num_steps=2)
-    # Busy: 0-330 and 400-440. Arithmetic: 0-100, 120-150, 400-440. NCCL: 50-300, 310-330.
-    assert found == pytest.approx({"communication_ms": 270 / 2e3, "codec_ms": 40 / 2e3, "compute_ms": 170 / 2e3,
-                                   "exposed_ms": (330 - 130) / 2e3, "idle_ms": 70 / 2e3, "span_ms": 440 / 2e3})
+    # Busy: 0-350 and 400-440. Arithmetic: 0-100, 120-150, 400-440. NCCL: 50-300, 310-330.
+    expected = {"communication_ms": 270 / 2e3, "codec_ms": 40 / 2e3, "copies_ms": 50 / 2e3, "compute_ms": 170 / 2e3,
+                "exposed_ms": (330 - 130) / 2e3, "exposed_copies_ms": 20 / 2e3, "idle_ms": 50 / 2e3, "span_ms": 440 / 2e3}
+    assert found == pytest.approx(expected)
+    marks = [event(f"at::cuda::(anonymous namespace)::{step_trace.MARK}(long)", at, at + 1) for at in (390, 95, 145, 430)]
+    # Between them: arithmetic 95-100, 120-145, 400-430; busy all of 95-145 and 400-430.
+    expected |= {"optimizer_ms": 60 / 2e3, "exposed_in_optimizer_ms": 20 / 2e3, "idle_in_optimizer_ms": 10 / 2e3}
+    assert step_trace.summarize([*events, *marks], num_steps=2) == pytest.approx(expected)
     assert step_trace.summarize([], 1)["span_ms"] == 0
 
 
@@ -61,6 +67,8 @@ def check_zipped(rows, stage):
     assert zipped["losses"] == "equal" and zipped["ratio"] > 1.1 and zipped["ops"]["all_gather_into_tensor"]["calls_zipped"] > 0
     assert zipped["speedup"] == pytest.approx(rows[stage, "native"]["step_ms"] / zipped["step_ms"])
     assert rows[stage, "native"]["ops"] == {} and len(zipped["times_ms"]) == 2
+    native = rows[stage, "native"]
+    assert native["wire_bytes"] == sum(native["sent_bytes"].values()) > zipped["wire_bytes"]
 
 
 def test_rows_on_two_ranks(tmp_path):
@@ -68,6 +76,9 @@ def test_rows_on_two_ranks(tmp_path):
     assert set(rows) == {(2, "native"), (2, "zipped"), (2, "adams"), (2, "scape90")}
     check_zipped(rows, 2)
     assert rows[2, "scape90"]["losses"] == "differ" and rows[2, "scape90"]["rival"] == "adams"
+    numel = rows[2, "adams"]["num_parameters"]
+    assert rows[2, "adams"]["wire_bytes"] == pytest.approx(3 * numel, rel=0.01)        # all reduced in 16 bits, its half of all gathered
+    assert rows[2, "scape90"]["wire_bytes"] == pytest.approx(0.27 * numel, rel=0.1)      # densities of 0.1, and a bit for each coordinate
     assert "zipped" in said and "equal" in said
     rounds = [line.split()[-4] for line in said.splitlines() if line.startswith("round")]
     assert rounds == ["native", "zipped", "adams", "scape90", "scape90", "adams", "zipped", "native"]

@@ -99,31 +99,6 @@ __device__ __forceinline__ void barrier_wait(const u64* barrier) {
 }
 #endif
 
-// ---- copies to shared memory that need no registers on the way: a thread sees its own ones after wait_copies
-
-__device__ __forceinline__ void copy_16_async(void* shared, const void* global) {
-#ifdef ZIPSCAPE_EMULATE
-    *(uint4*)shared = *(const uint4*)global;
-#else
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(shared)), "l"(global) : "memory");
-#endif
-}
-
-// Ends a batch of copies.
-__device__ __forceinline__ void commit_copies() {
-#ifndef ZIPSCAPE_EMULATE
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-// Waits until at most kLeft batches are under way.
-template <u32 kLeft>
-__device__ __forceinline__ void wait_copies() {
-#ifndef ZIPSCAPE_EMULATE
-    asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
-#endif
-}
-
 // Four bytes of a table of eight, `low` the first four, by the nibbles of `index` (0..7) at bits 0, 4, 8 and 12.
 __device__ __forceinline__ u32 look_up(u32 low, u32 high, u32 index) {
 #ifdef ZIPSCAPE_EMULATE
@@ -137,21 +112,6 @@ __device__ __forceinline__ u32 look_up(u32 low, u32 high, u32 index) {
 
 // Position of the highest bit that is set; any number for 0.
 __device__ __forceinline__ u32 highest_bit(u32 x) { return 31 - __clz(x); }
-
-// Shared memory by its own addresses: the compiler would work out a pointer anew at every access in a loop.
-#ifdef ZIPSCAPE_EMULATE
-typedef const u8* SharedAddress;
-__device__ __forceinline__ SharedAddress shared_address(const void* p) { return (const u8*)p; }
-__device__ __forceinline__ u8 load_shared_u8(SharedAddress a) { return *a; }
-#else
-typedef u32 SharedAddress;
-__device__ __forceinline__ SharedAddress shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ u8 load_shared_u8(SharedAddress a) {
-    u32 value;
-    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(a) : "memory");
-    return (u8)value;
-}
-#endif
 
 // Shared memory whose size the launch says.
 #ifdef ZIPSCAPE_EMULATE

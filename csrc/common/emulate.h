@@ -44,11 +44,19 @@ struct Meeting {          // of a warp or a CTA
     unsigned arrived = 0, round = 0;
 };
 
+struct Copy {              // under way
+    void* to;
+    const void* from;
+    unsigned num_bytes, batch;
+};
+
 struct Fiber {
     ucontext_t start;
     jmp_buf at;
     bool begun = false, done = false;
     std::vector<char> stack;
+    std::vector<Copy> copies;
+    unsigned batch = 0;
 };
 
 static std::vector<Fiber> fibers;
@@ -112,6 +120,7 @@ inline void run_cta(unsigned num_threads) {
     for (unsigned t = 0; t < num_threads; t++) {
         Fiber& fiber = fibers[t];
         fiber.begun = fiber.done = false;
+        fiber.copies.clear();
         fiber.stack.resize(kStackBytes);
         getcontext(&fiber.start);
         fiber.start.uc_stack.ss_sp = fiber.stack.data();
@@ -138,6 +147,27 @@ inline void launch(dim3 grid, unsigned num_threads, const std::function<void()>&
             blockIdx = dim3(x, y);
             run_cta(num_threads);
         }
+}
+
+// A copy may be done as soon as it is asked for or as late as the wait for its batch: here the one or the other, so that code that overwrites
+// what is still read, or reads what is not awaited, gives wrong results.
+inline void copy_async(void* to, const void* from, unsigned num_bytes) {
+    static unsigned toss = 1;
+    toss = toss * 1664525 + 1013904223;
+    if (toss >> 31) memcpy(to, from, num_bytes);
+    else fibers[current].copies.push_back({to, from, num_bytes, fibers[current].batch});
+}
+
+inline void commit_copies() { fibers[current].batch++; }
+
+inline void wait_copies(unsigned num_left) {
+    Fiber& fiber = fibers[current];
+    std::vector<Copy> left;
+    for (const Copy& copy : fiber.copies) {
+        if ((int)(fiber.batch - copy.batch) > (int)num_left) memcpy(copy.to, copy.from, copy.num_bytes);
+        else left.push_back(copy);
+    }
+    fiber.copies.swap(left);
 }
 
 inline unsigned pairwise(unsigned a, unsigned b, unsigned (*op)(unsigned, unsigned)) {

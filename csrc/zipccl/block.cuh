@@ -3,7 +3,7 @@
 #ifndef ZIPCCL_BLOCK_CUH
 #define ZIPCCL_BLOCK_CUH
 
-#include "../common/device.cuh"
+#include "../common/shared.cuh"
 #include "geometry.h"
 
 namespace zipscape {

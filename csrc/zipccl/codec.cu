@@ -4,13 +4,14 @@
 // 16-byte aligned with a stride that is a multiple of 16; rows need the alignment of their elements only (16 bytes is the fast case).
 #include "decode.cuh"
 #include "encode.cuh"
+#include "reduce_rows.cuh"
 
 using namespace zipscape;
 
 // Warps of a CTA, and CTAs that must fit on a multiprocessor: what the compiler may spend on registers. nvrtc.py repeats the warps. Encode's
 // are in encode.cuh.
 constexpr u32 kDecodeWarps = 4, kReduceWarps = 4, kReduce2Warps = 4;
-constexpr u32 kDecodeCtas = 16, kReduceCtas = 5, kReduce2Ctas = 10;
+constexpr u32 kDecodeCtas = 16, kReduceCtas = 5, kReduce2Ctas = 10, kReduceRowsCtas = 6;
 constexpr u32 kReduceRows = 4;              // rows whose headers are staged at once
 #ifndef ZIPCCL_ENCODE2_CTAS
 #define ZIPCCL_ENCODE2_CTAS 3
@@ -26,7 +27,10 @@ constexpr u32 kEncode2Ctas = ZIPCCL_ENCODE2_CTAS, kDecode2Ctas = 10, kReduce2Lev
     ZIPCCL_KERNEL(zipccl_reduce2_##dtype, kReduce2Warps, kReduce2Ctas * 2 / F::kItem) {                                      \
         decode_reduce_blocks<DecodeLevel1<F>, kReduce2Warps, 1, true>(c);                                                                  \
     }                                                                                                                        \
-    ZIPCCL_KERNEL(zipccl_reduce_##dtype, kReduceWarps, kReduceCtas) { decode_reduce_blocks<DecodeLevel1<F>, kReduceWarps, kReduceRows, false>(c); }
+    ZIPCCL_KERNEL(zipccl_reduce_##dtype, kReduceWarps, F::kItem == 2 ? kReduceRowsCtas : kReduceCtas) {                      \
+        if constexpr (F::kItem == 2) reduce_rows<F, kReduceWarps>(c);                                                        \
+        else decode_reduce_blocks<DecodeLevel1<F>, kReduceWarps, kReduceRows, false>(c);                                     \
+    }
 ZIPCCL_KERNELS(Bf16, bf16)
 ZIPCCL_KERNELS(Fp16, fp16)
 ZIPCCL_KERNELS(Fp32, fp32)

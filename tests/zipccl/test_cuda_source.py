@@ -114,6 +114,13 @@ def decode(calls, frames, out, g, skip=-1) -> int:
     return int(errors)
 
 
+def decode_reduce(calls, frames, own, own_index, total, g) -> int:
+    errors = torch.zeros(1, dtype=torch.int32)
+    calls.decode_reduce(g, frames.data_ptr(), frames.stride(0), frames.shape[0], own.data_ptr(), own_index, total.data_ptr(),
+                        errors.data_ptr(), 0)
+    return int(errors)
+
+
 def check(calls, x, g, skip=-1):
     item = g.itemsize
     expected, expected_status = reference_encode(x, g, skip)
@@ -129,10 +136,10 @@ def check(calls, x, g, skip=-1):
     assert torch.equal(out[kept].view(BITS[item]), x[kept].view(BITS[item]))
     assert not whole[:, x.shape[1]:].view(BITS[item]).any(), "nothing may be written behind a row"
     own = max(skip, 0)
-    total, expected_total, errors = torch.empty_like(x[0]), torch.empty_like(x[0]), torch.zeros(1, dtype=torch.int32)
-    calls.decode_reduce(g, frames.data_ptr(), frames.stride(0), x.shape[0], x[own].data_ptr(), own, total.data_ptr(), errors.data_ptr(), 0)
+    total, expected_total = torch.empty_like(x[0]), torch.empty_like(x[0])
+    errors = decode_reduce(calls, frames, x[own], own, total, g)
     impl_reference.decode_reduce(frames, x[own], own, expected_total, g)
-    assert int(errors) == 0 and torch.equal(total.view(BITS[item]), expected_total.view(BITS[item]))
+    assert errors == 0 and torch.equal(total.view(BITS[item]), expected_total.view(BITS[item]))
 
 
 @FORMATS
@@ -143,6 +150,43 @@ def test_bytes_equal_the_reference(emulated, dtype, level, kind):
             rows = 2 + n % 2
             g = fmt.layout(dtype, n, capacity, spill, level=level)
             check(emulated, rows_of(kind, rows, n, dtype, n % 3), g, skip=n % (rows + 1) - 1)
+
+
+@FORMATS
+@pytest.mark.parametrize("rows, own_index", [(1, 0), (3, 1), (4, 0), (5, 4), (8, 3), (8, 7)])
+def test_sums_of_many_rows(emulated, dtype, level, rows, own_index):
+    """The own row at both ends and between; escapes that are fetched early, too many of a block for that, spilled; zeros and NaNs; partly
+    filled blocks, and rows on any address."""
+    for kind, n, offset, capacity, spill in (("gauss", 33000, 0, 35 * level, 2000), ("tail", 3000, 1, 20, 60000),
+                                             ("half zeros", 1024, 0, 60, 8000), ("bits", 2500, 0, (1024, 1792)[level - 1], 0),
+                                             ("specials", 5000, 2, 0, 60000)):
+        g = fmt.layout(dtype, n, capacity, spill, level=level)
+        x = rows_of(kind, rows, n, dtype, offset)
+        frames, status = reference_encode(x, g, own_index)
+        assert not int(status) & fmt.OVERFLOW_BIT
+        whole = torch.full((n + 16,), 1.5, dtype=dtype.torch_dtype)
+        total, expected = whole[offset:offset + n], torch.empty_like(x[0])
+        assert decode_reduce(emulated, frames, x[own_index], own_index, total, g) == 0
+        impl_reference.decode_reduce(frames, x[own_index], own_index, expected, g)
+        assert torch.equal(total.view(BITS[dtype.itemsize]), expected.view(BITS[dtype.itemsize])), kind
+        assert bool((whole[:offset] == 1.5).all() and (whole[offset + n:] == 1.5).all())
+
+
+@pytest.mark.parametrize("dtype", TABLE[:2], ids=lambda row: row.name)
+def test_sums_of_blocks_around_what_is_fetched_early(emulated, dtype):
+    """As many escapes of a block as a warp fetches before their turn, fewer and more, at every place in a word."""
+    room = int(re.search(r"kNearEscapes = (\d+)", (CSRC / "zipccl/reduce_rows.cuh").read_text())[1])
+    generator = torch.Generator().manual_seed(4)
+    x = torch.ones(3, 32, 1024, dtype=torch.float64) * (1 + torch.rand(3, 32, 1024, generator=generator, dtype=torch.float64) * 0.9)
+    for row in range(3):
+        for b in range(32):                    # exponents far off on both sides
+            count = room - 16 + (b * 5 + row) % 32
+            places = torch.randperm(1024, generator=generator)[:count]
+            x[row, b, places] *= 2.0 ** (torch.randint(6, 9, (count,), generator=generator) * (torch.arange(count) % 2 * 2 - 1))
+    x = x.view(3, -1).to(dtype.torch_dtype)
+    check(emulated, x, fmt.layout(dtype, x.shape[1], 1024, 0), skip=1)
+    heads = encode(emulated, x, fmt.layout(dtype, x.shape[1], 1024, 0))[0][:, 128 + 16:128 + 144].contiguous().view(torch.int32) >> 16
+    assert sorted(heads[0].tolist()) == list(range(room - 16, room + 16))
 
 
 @DTYPES
@@ -257,8 +301,12 @@ def test_corrupt_metadata_is_reported_as_by_the_reference(emulated, level):
             expected = False
         except FrameError:
             expected = True
-        assert (decode(emulated, frames, out, g) != 0) == expected, f"byte {place}"
+        found = decode(emulated, frames, out, g)
+        assert (found != 0) == expected, f"byte {place}"
         silent += not expected
+        if place % 3 == 0:                     # in a sum of three rows likewise
+            rows = torch.cat([good, frames, good])
+            assert decode_reduce(emulated, rows, x[0], 0, torch.empty_like(x[0]), g) == found, f"byte {place} in a sum"
     assert silent < len(places) / 2            # a changed window base, need or reserved byte cannot be seen
 
 

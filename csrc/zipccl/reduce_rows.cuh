@@ -1,0 +1,261 @@
+// Sums of three and more rows of 16-bit types at level 1: a warp a block, and no warp waits for another. What a warp decodes it has copied to
+// shared memory itself, two rows ahead; a row's escapes one row ahead, once the tile's headers have told where they are.
+//
+// A row has a slot. It holds the block's codes, the tile's block headers and the remainders; once the codes and remainders are in registers, the
+// decoded row, each lane its own part of it; the own row from the start.
+#ifndef ZIPCCL_REDUCE_ROWS_CUH
+#define ZIPCCL_REDUCE_ROWS_CUH
+
+#include "decode.cuh"
+
+namespace zipscape {
+
+constexpr u32 kRowSlot = 2048, kHeadsAt = kCodeBytes, kPlanesAt = kHeadsAt + 128, kExtraAt = kPlanesAt + kBlockElems;
+constexpr u32 kNearEscapes = 128;            // bytes of a row's escapes that are fetched early; a block with more looks each one up
+constexpr u32 kNear = 1u << 31;
+
+// Shared memory of a warp. `near` comes first: a corrupt frame may have bytes behind it read.
+struct RowRoom { u8 near[2][kNearEscapes], slots[3][kRowSlot]; };
+
+// What a tile's headers say of a block: its own one, and the escapes of the blocks before it, with kNear if its own are in RowRoom::near.
+struct RowHead { u32 word, before; };
+
+// The value stays in a register: the compiler, which sees through all but a shuffle, would work it out anew for every row.
+template <class T>
+__device__ __forceinline__ void keep_in_register(T& value) {
+#ifndef ZIPSCAPE_EMULATE
+    value = __shfl_sync(kAllLanes, value, lane_id());
+#endif
+}
+
+// a * 2^shift + b by the multiplier: the units for shifts and logic are the busy ones.
+template <u32 kShift>
+__device__ __forceinline__ u32 shift_add(u32 a, u32 b) {
+#ifdef ZIPSCAPE_EMULATE
+    return (a << kShift) + b;
+#else
+    u32 sum;
+    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "n"(1u << kShift), "r"(b));
+    return sum;
+#endif
+}
+
+// scan_inclusive with half its instructions: a shuffle says itself which lanes have none below.
+__device__ __forceinline__ u32 scan_row(u32 value) {
+#ifdef ZIPSCAPE_EMULATE
+    return scan_inclusive(value);
+#else
+#pragma unroll
+    for (u32 distance = 1; distance < kWarp; distance *= 2)
+        asm volatile("{\n\t.reg .u32 below;\n\t.reg .pred p;\n\tshfl.sync.up.b32 below|p, %0, %1, 0, -1;\n\t@p add.u32 %0, %0, below;\n\t}"
+                     : "+r"(value) : "r"(distance));
+    return value;
+#endif
+}
+
+// BF16 without zeros: three instructions a pair. The window's base comes with the remainders; a code is masked where it is and moved by a
+// multiplication, from words that are shifted right once for those that lie too high.
+struct PlainRow {
+    u32 down[3], last, odd, half;
+
+    __device__ __forceinline__ PlainRow(const u32 (&codes)[3], u32 lo)
+        : down{codes[0] >> 5, codes[1] >> 5, codes[2] >> 5}, last(get_code(codes, 15, 7)), odd((lo & 1) * (0x80 * kBytes)),
+          half((lo >> 1) * kBytes) {}
+
+    __device__ __forceinline__ void unpack_quarter(const Stored<Bf16>& s, u32 j, u32 (&x)[4]) const {
+        const u32 low[2] = {(s.planes[j].x & 0x7f * kBytes) | odd, (s.planes[j].y & 0x7f * kBytes) | odd};
+        const u32 high[2] = {(s.planes[j].x & 0x80 * kBytes) | half, (s.planes[j].y & 0x80 * kBytes) | half};
+#pragma unroll
+        for (u32 w = 0; w < 4; w++) {
+            const u32 p = 4 * j + w, k = p % 3, bit = 3 * (p / 3), base = __byte_perm(low[w / 2], high[w / 2], w & 1 ? 0x7362 : 0x5140);
+            if (p == 15) x[w] = last + base;
+            else if (bit == 0) x[w] = shift_add<7>(s.codes[k] & 7 * kBoth, base);
+            else if (bit == 3) x[w] = shift_add<4>(s.codes[k] & 7 * kBoth << 3, base);
+            else if (bit == 6) x[w] = shift_add<1>(s.codes[k] & 7 * kBoth << 6, base);
+            else if (bit == 9) x[w] = shift_add<3>(down[k] & 7 * kBoth << 4, base);
+            else x[w] = shift_add<0>(down[k] & 7 * kBoth << 7, base);
+        }
+    }
+};
+
+// The lane's part of a decoded row, escapes excepted, to `mine`; its quarter j is at mine ^ 16 j.
+template <class F>
+__device__ __forceinline__ void unpack_row(const Stored<F>& s, Window w, SharedAddress mine) {
+    const auto unpack_by = [&](const auto& unpack) {
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) {
+            u32 x[4];
+            unpack(j, x);
+            store_shared(mine ^ 16 * j, make_uint4(x[0], x[1], x[2], x[3]));
+        }
+    };
+    if (w.mode != 0) {
+        unpack_by([&](u32 j, u32 (&x)[4]) { unpack_quarter<F, true>(s, w.lo, j, x); });
+    } else if constexpr (F::kMantissa == 7) {
+        const PlainRow row(s.codes, w.lo);
+        unpack_by([&](u32 j, u32 (&x)[4]) { row.unpack_quarter(s, j, x); });
+    } else {
+        unpack_by([&](u32 j, u32 (&x)[4]) { unpack_quarter<F, false>(s, w.lo, j, x); });
+    }
+}
+
+// Makes exponent e of what unpack_row left as lo: of the lane's element of bit `bit` of an escape mask. minus_lo: -lo << kMantissa.
+template <class F>
+__device__ __forceinline__ void set_exponent(SharedAddress mine, u32 bit, u32 e, u32 minus_lo) {
+    add_shared(mine ^ (4 * bit & 0x3c), shift_add<F::kMantissa>(e & F::kExponentMask, minus_lo) << (bit & 16));
+}
+
+// Escapes that are not near, each looked up. `at`: of the tile's escapes, the number of those up to the lane's last one. Returns kinds of corruption.
+template <class F>
+__device__ __forceinline__ u32 set_far_exponents(const Call& c, const Tile& t, u32 tile_index, const u8* frame, u32 mask, u32 at, u32 minus_lo,
+                                                 SharedAddress mine) {
+    const u8* tile = frame + t.offset;
+    const u32 spill_offset = ((const u32*)tile)[1], group = tile_index / (u32)c.g.group_tiles;
+    u32 errors = 0;
+#pragma unroll 1
+    while (mask) {
+        const u32 bit = highest_bit(mask);
+        mask ^= 1u << bit;
+        at--;
+        const u64 spilled = (u64)spill_offset + (at - t.escapes_capacity);
+        u32 e = 0;
+        if (at < t.escapes_capacity) e = (tile + t.escapes_offset)[at];
+        else if (spilled < pool_size(c.g, group)) e = (frame + c.g.pools_offset + group * c.g.pool_bytes)[spilled];
+        else errors = kBadSpill;
+        set_exponent<F>(mine, bit, e, minus_lo);
+    }
+    return errors;
+}
+
+// Grid: groups of kWarps blocks. Row `skip` comes from x, the others from `frames`, added in row order.
+template <class F, u32 kWarps>
+__device__ __forceinline__ void reduce_rows(const Call& c) {
+    static_assert(F::kItem == 2 && kExtraAt + kCodeBytes <= kRowSlot, "a row fits its slot");
+    constexpr u32 kRawBytes = kBlockElems * F::kItem, kHeadLanes = kCodeBytes / 16;
+    __shared__ __align__(256) RowRoom rooms[kWarps];
+    begin_in_turn();
+    const u32 lane = lane_id(), block = blockIdx.x * kWarps + warp_id(), tile_index = block / 32, b = block % 32;
+    const u32 num_rows = (u32)c.num_rows, skip = (u32)c.skip;
+    const Tile t = find_tile(c.g, tile_index);
+    const u32 present = present_of(present_elems(c.g, tile_index), b);
+    if (present == 0) return;                              // a whole warp
+    // By 4 and 16 bytes a lane, the lane's decoded elements, the block's header, all of slot 0 in a room that starts with it. Decoded, a lane has 64
+    // bytes side by side, turned so that the 16 bytes of 8 lanes meet every bank once.
+    const SharedAddress room = shared_address(&rooms[warp_id()]), by_16 = room + 16 * lane;
+    SharedAddress by_4 = room + 4 * lane, mine_in = room + (64 * lane + (8 * lane & 0x30)), head_in = room + 4 * b;
+    // The first 24 lanes fetch codes, the others the tile's headers; from there to the lane's remainders, and to its word of the first slots.
+    const u32 at = lane < kHeadLanes ? t.codes_offset + b * kCodeBytes + 16 * lane : kTileHeaderBytes + 16 * (lane - kHeadLanes);
+    u32 to_planes = t.planes_offset + b * kBlockElems + 16 * lane - at, to_slots = t.escapes_offset + 4 * lane - at;
+    u32 others = lane < b ? 0xffff : 0, seldom = block == 0 || b == t.num_blocks - 1, errors = 0;
+    const u8* front = c.frames + t.offset + at;            // of the row that is looked at or started
+
+    const auto start_own = [&](u32 slot) {
+        const u8* own = c.x + (i64)block * kRawBytes;
+        if (present == kBlockElems && is_aligned(own, 16)) {
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) copy_16_async((mine_in + slot) ^ 16 * i, own + part_offset<F>(i));
+        } else {
+#pragma unroll 1
+            for (u32 i = 0; i < kLaneElems; i++) {
+                const u32 e = octet(i / 8) + i % 8;
+                store_shared((mine_in + slot) ^ 2 * i, (u16)(e < present ? raw_bits<F>(own + e * F::kItem) : 0));
+            }
+        }
+    };
+    const auto start = [&](u32 row, u32 slot) {
+        const bool on = row < num_rows && row != skip;
+        const u8* planes = front + (i64)(int)to_planes;
+        copy_16_async(by_16 + slot, front, on);
+        copy_16_async(by_16 + slot + kPlanesAt, planes, on);
+        copy_16_async(by_16 + slot + kPlanesAt + 512, planes + 512, on);
+        if (F::kExtra) copy_16_async(by_16 + slot + kExtraAt, front + (t.extra_offset - t.codes_offset), on && lane < kHeadLanes);
+        if (row == skip) start_own(slot);
+    };
+    // The headers are there; the escapes are on their way to `near` afterwards.
+    const auto look = [&](u32 row, u32 slot, u32 near) {
+        const u32 word = load_shared_u32(head_in + slot + kHeadsAt), all = load_shared_u32(by_4 + slot + kHeadsAt);
+        const u32 before = __reduce_add_sync(kAllLanes, all >> 16 & others), first = before & 3, bytes = first + (word >> 16);
+        const bool is_near = bytes <= kNearEscapes && before + (word >> 16) <= t.escapes_capacity;
+        copy_4_async(by_4 + near, front + (i64)(int)(to_slots + (before - first)), row < num_rows && row != skip && is_near && 4 * lane < bytes);
+        return RowHead{word, before | (is_near ? kNear : 0)};
+    };
+
+    u32 slot = sizeof rooms[0].near, slot_1 = slot + kRowSlot, slot_2 = slot_1 + kRowSlot, near = 0;
+    start(0, slot);
+    front += c.frame_stride;
+    start(1, slot_1);
+    front -= c.frame_stride;
+    commit_copies();
+    wait_copies<0>();
+    __syncwarp();
+    RowHead next = look(0, slot, near);
+    front += c.frame_stride;
+    commit_copies();
+    keep_in_register(by_4), keep_in_register(mine_in), keep_in_register(head_in), keep_in_register(to_planes);
+    float sum[32];                                         // -0 + x is x, also in bits (but for NaNs, which become canonical)
+#pragma unroll
+    for (u32 k = 0; k < 32; k++) sum[k] = -0.0f;
+#pragma unroll 1
+    for (u32 row = 0; row < num_rows; row++) {
+        wait_copies<0>();                                  // this row, its escapes, the next row; and all lanes are done with the row before
+        __syncwarp();
+        const RowHead head = next;
+        const SharedAddress mine = mine_in + slot;
+        next = look(row + 1, slot_1, near ^ kNearEscapes);
+        front += c.frame_stride;
+        start(row + 2, slot_2);
+        commit_copies();
+        if (row != skip) {
+            Stored<F> s;
+#pragma unroll
+            for (u32 k = 0; k < 3; k++) s.codes[k] = load_shared_u32(by_4 + slot + 128 * k);
+            if constexpr (F::kExtra)
+#pragma unroll
+                for (u32 k = 0; k < 3; k++) s.extra[k] = load_shared_u32(by_4 + slot + kExtraAt + 128 * k);
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) s.planes[j] = load_shared_uint2(by_4 + 4 * lane_id() + slot + kPlanesAt + 256 * j);
+            __syncwarp();
+            const Window w = {head.word & 0xff, head.word >> 8 & 0xff};
+            const u32 of_block = head.word >> 16, before = head.before & ~kNear, minus_lo = (0u - w.lo) << F::kMantissa;
+            unpack_row<F>(s, w, mine);
+            u32 mask = escape_mask(s.codes);
+            const u32 inclusive = scan_row(__popc(mask));
+            if (w.mode > kZeroMode || w.lo > F::kTopLo) errors |= kBadWindow;
+            if (lane_id() == kWarp - 1 && inclusive != of_block) errors |= kBadBlockCount;
+            if (seldom || !(head.before & kNear)) {
+                const u8* frame = c.frames + (i64)row * c.frame_stride;
+                if (b == t.num_blocks - 1 && *(const u32*)(frame + t.offset) != before + of_block) errors |= kBadTileCount;
+                if (block == 0) errors |= check_header(c, frame);
+                if (!(head.before & kNear)) {
+                    errors |= set_far_exponents<F>(c, t, tile_index, frame, mask, before + inclusive, minus_lo, mine);
+                    mask = 0;
+                }
+            }
+            SharedAddress escape = by_4 - 4 * lane_id() + near + (before & 3) + inclusive;
+#pragma unroll 1
+            while (mask) {
+                const u32 bit = highest_bit(mask);
+                mask ^= 1u << bit;
+                set_exponent<F>(mine, bit, load_shared_u8(--escape), minus_lo);
+            }
+        }
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) {
+            float f[8];
+            to_floats<F>(load_shared_uint4(mine ^ 16 * j), f);
+#pragma unroll
+            for (u32 k = 0; k < 8; k++) sum[8 * j + k] += f[k];
+        }
+        const u32 used = slot;
+        slot = slot_1, slot_1 = slot_2, slot_2 = used, near ^= kNearEscapes;
+    }
+    u8* out = c.out + (i64)block * kRawBytes;
+    const bool wide = present == kBlockElems && is_aligned(out, 16);
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) store_part<F>(out, present, wide, j, round_floats<F>(sum + 8 * j));
+    if (errors) atomicOr(c.status, errors);
+}
+
+}  // namespace zipscape
+
+#endif  // ZIPCCL_REDUCE_ROWS_CUH

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from ds_zipccl.collectives.mailbox import MAX_RANKS, Mailbox, Places
 from ds_zipccl.collectives.mailbox_gpu import GpuWriter
+from ds_zipccl.collectives.place import await_keys, read
 
 log = logging.getLogger("ds_zipccl")
 
@@ -106,7 +107,7 @@ class Meeting:
     """One rank's part in it. ``box``: once agreed. ``why_not``: a key of REASONS, until then."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device, store: dist.Store, timeout_s: float, group_name: str = ""):
-        """``store``: no keys of it are used but those that begin with "mailbox"."""
+        """``store``: no keys of it are used but those that begin with "mailbox", and nobody waits inside it (place.py)."""
         self.box: Mailbox | None = None
         self.why_not: str | None = "too_many_ranks" if world_size > MAX_RANKS else "not_agreed"
         self._rank, self._size, self._device, self._timeout_s, self._group_name = rank, world_size, device, timeout_s, group_name
@@ -138,7 +139,6 @@ class Meeting:
             step()
 
     def _say_where(self) -> None:
-        self._store = getattr(self._store, "clone", lambda: self._store)()      # see transport.SideChannel
         record = {"why_not": "off" if _is_off() else None, "host": None}
         if record["why_not"] is None:
             try:
@@ -206,6 +206,5 @@ class Meeting:
     def _hear(self, what: str) -> list[dict]:
         """All ranks' records."""
         keys = [f"mailbox/{what}/{rank}" for rank in range(self._size)]
-        if self._store.has_extended_api():
-            return [json.loads(value) for value in self._store.multi_get(keys)]
-        return [json.loads(self._store.get(key)) for key in keys]
+        await_keys(self._store, keys, self._timeout_s)
+        return [json.loads(value) for value in read(self._store, keys)]

@@ -1,5 +1,6 @@
 """Moves bytes: payloads over the caller's own group, small agreements and resends over side channels of the same
 ranks."""
+import functools
 import threading
 from datetime import timedelta
 
@@ -8,7 +9,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ds_zipccl.collectives import nccl_direct
+from ds_zipccl.collectives.addresses import Addresses
 from ds_zipccl.collectives.mailbox_meeting import Meeting
+from ds_zipccl.collectives.place import Loan, place_of
 from zipscape import handshake
 
 DIRECT_WORDS = True                 # past torch to NCCL, where torch gives its communicator away
@@ -142,31 +145,51 @@ class SideChannel:
 
     Agreements go through one so that they neither wait behind payloads nor disturb their order; resends after an overflow through
     another, so that they cannot mix with calls on the group that do not pass through this library. Every rank of the group must construct
-    it at the same point of its call sequence. ``purpose`` names it in the store. ``store``: the group's, for other keys of this channel's
-    lifetime. Status words go past the communicator where all ranks share memory (mailbox_meeting.py).
+    it at the same point of its call sequence. ``purpose`` names it in the store. Status words go past the communicator where all ranks
+    share memory (mailbox_meeting.py).
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, purpose: str = "side"):
         rank, size = group.rank(), group.size()
-        self._rank, self._device, self._purpose = rank, device, purpose
-        # A connection of its own to the store: one that waits for another rank's address keeps all other threads from it.
-        store = getattr(group.get_group_store(), "clone", group.get_group_store)()
-        name = f"zipccl/{purpose}/{device.type}/{group.group_name}"
+        self._rank, self._size, self._device, self._purpose = rank, size, device, purpose
+        name, timeout = f"zipccl/{purpose}/{device.type}/{group.group_name}", group_timeout(group, device)
+        self._timeout = timeout
+        self._place = place_of(group)
         # No key of the store is used twice. The store counts, not the process: a later group of the same name may have other ranks.
-        generation = handshake.next_meeting(store, rank, size, name=name)
-        store = self.store = dist.PrefixStore(f"{name}/{size}/{generation}", store)
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = group_timeout(group, device)
-            self._backend = dist.ProcessGroupNCCL(store, rank, size, options)
-        else:
-            options = dist.ProcessGroupGloo._Options()
-            options._devices, options._timeout = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)], group_timeout(group, device)
-            self._backend = dist.ProcessGroupGloo(store, rank, size, options)
-        self._size, self._tags, self._idle, self._options = size, {}, None, {}
+        self._keys = f"{name}/{size}/{handshake.next_meeting(self._place.store, rank, size, name=name)}"
+        store = dist.PrefixStore(self._keys, self._place.store)
+        self._addresses: Addresses | None = None
+        self._connecting: Loan | None = None
+        if device.type == "cpu":                # others wait for its address
+            self._addresses = Addresses(store, rank, size, timeout, f"group {group.group_name}")
+            self._backend = self._gloo()
+            self._addresses.tell()
+        self._tags, self._idle, self._options = {}, None, {}
         self._nccl: nccl_direct.Communicator | bool | None = None            # None: not asked for yet
         self._num_words_sent, self._connected = 0, False
-        self._meeting = Meeting(rank, size, device, store, group_timeout(group, device).total_seconds(), group.group_name)
+        self._meeting = Meeting(rank, size, device, store, timeout.total_seconds(), group.group_name)
+
+    @functools.cached_property
+    def _backend(self):
+        """On a GPU made when first used: never, where words go through shared memory and nothing overflows."""
+        self._connecting = self._place.borrow(self._keys)           # NCCL waits there in its first call
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        return dist.ProcessGroupNCCL(self._connecting.store, self._rank, self._size, options)
+
+    def _gloo(self):
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._timeout = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)], self._timeout
+        return dist.ProcessGroupGloo(self._addresses.local, self._rank, self._size, options)
+
+    @functools.cached_property
+    def _loan(self) -> Loan:
+        return self._place.borrow(self._keys)
+
+    @property
+    def store(self) -> dist.Store:
+        """The group's, in which may be waited, for other keys of this channel's lifetime. Not from several threads at a time."""
+        return self._loan.store
 
     def connect(self) -> None:
         """Connects all ranks now, which the first call does otherwise: before calls in which only some take part."""
@@ -177,15 +200,22 @@ class SideChannel:
 
     def all_gather(self, out: torch.Tensor, own: torch.Tensor) -> dist.Work:
         """Asynchronous; ``out`` [size * n], ``own`` [n]."""
-        return self._backend._allgather_base(out, own)
+        return self._launched(self._backend._allgather_base(out, own))
 
     def all_to_all(self, out: torch.Tensor, rows: torch.Tensor) -> dist.Work:
         """Asynchronous, equal pieces."""
-        return self._backend.alltoall_base(out, rows, [], [])
+        return self._launched(self._backend.alltoall_base(out, rows, [], []))
 
     def broadcast(self, data: torch.Tensor, root: int) -> dist.Work:
         """Asynchronous, from rank ``root`` of the group."""
-        return self._backend.broadcast([data], _from_root(root))
+        return self._launched(self._backend.broadcast([data], _from_root(root)))
+
+    def _launched(self, work: dist.Work | None) -> dist.Work | None:
+        """On a GPU all ranks have connected when the backend's first call returns; on a CPU calls may wait for them."""
+        if self._connecting is not None:
+            self._connecting.give_back()
+            self._connecting = None
+        return work if self._addresses is None else self._addresses.watched(work)
 
     # Status words (``words.Words``), on a GPU queued on their stream. They go one way or the other on all ranks.
 
@@ -214,7 +244,7 @@ class SideChannel:
             return
         direct = self._direct()
         if direct is None:
-            words.through(lambda: self._backend._allgather_base(words.data, own, self._here(c10d.AllgatherOptions)))
+            words.through(lambda: self._launched(self._backend._allgather_base(words.data, own, self._here(c10d.AllgatherOptions))))
         else:
             direct.all_gather(words.on_host(), own.data_ptr(), 1, words.stream_handle)
 
@@ -226,7 +256,7 @@ class SideChannel:
             return
         direct = self._direct()
         if direct is None:
-            words.through(lambda: self._backend.broadcast([own], _from_root(root, here=self._has_here)))
+            words.through(lambda: self._launched(self._backend.broadcast([own], _from_root(root, here=self._has_here))))
         else:
             direct.broadcast(words.on_host(), own.data_ptr(), 1, root, words.stream_handle)
 
@@ -255,7 +285,8 @@ class SideChannel:
             return
         direct = self._direct()
         if direct is None:
-            words.through(lambda: self._backend.alltoall_base(out, own, out_counts, counts, self._here(c10d.AllToAllOptions)))
+            words.through(lambda: self._launched(
+                self._backend.alltoall_base(out, own, out_counts, counts, self._here(c10d.AllToAllOptions))))
         else:
             direct.exchange(out.data_ptr(), own.data_ptr(), out_counts, counts, words.stream_handle)
 
@@ -285,7 +316,7 @@ class SideChannel:
         every rank takes part."""
         if self._device.type == "cpu" and self._meeting.box is None:
             none = torch.empty(0, dtype=torch.int32, device="cpu")
-            self._idle = self._backend.alltoall_base(none, none, [0] * world_size, [0] * world_size)
+            self._idle = self._launched(self._backend.alltoall_base(none, none, [0] * world_size, [0] * world_size))
 
     def exchange_pairs(self, received: dict[int, torch.Tensor], sent: dict[int, torch.Tensor]) -> None:
         """Sends ``sent[r]`` to rank r and fills ``received[r]`` from it; only the two ends of a pair take part. Returns when that is done
@@ -295,12 +326,13 @@ class SideChannel:
         if self._device.type == "cuda":
             empty = torch.empty(0, dtype=torch.uint8, device=self._device)
             pieces = [[part.get(r, empty) for r in range(self._size)] for part in (received, sent)]
-            self._backend.alltoall(*pieces).wait()
+            self._launched(self._backend.alltoall(*pieces)).wait()
             return
-        works = [self._backend.recv([data], peer, self._tag(peer, self._rank)) for peer, data in received.items()]
-        works += [self._backend.send([data], peer, self._tag(self._rank, peer)) for peer, data in sent.items()]
-        for work in works:
-            work.wait()
+        with self._addresses.naming_the_absent():
+            works = [self._backend.recv([data], peer, self._tag(peer, self._rank)) for peer, data in received.items()]
+            works += [self._backend.send([data], peer, self._tag(self._rank, peer)) for peer, data in sent.items()]
+            for work in works:
+                work.wait()
 
     def _tag(self, source: int, target: int) -> int:
         """Both ends count the messages of their pair: one that failed cannot be taken for the next."""
@@ -313,16 +345,25 @@ class SideChannel:
             self._idle.wait()
             self._idle = None
         self._nccl = False
-        self._meeting.end("its group was closed")
-        shutdown = getattr(self._backend, "shutdown", None)      # older torch: dropping the object ends it
+        self._part("its group was closed")
+        for loan in (self._connecting, self.__dict__.get("_loan")):
+            if loan is not None:
+                loan.give_back()
+        shutdown = getattr(self.__dict__.get("_backend"), "shutdown", None)         # older torch: dropping the object ends it
         if shutdown is not None:
             shutdown()
+
+    def _part(self, why: str) -> None:
+        self._meeting.end(why)
+        if self._addresses is not None:
+            self._addresses.end(why)
 
     def abort(self) -> None:
         """Ends the communicator on this rank alone, whatever is in flight. Waits for nothing."""
         self._nccl = False
-        self._meeting.end("its group was aborted")
-        abort_backend(self._backend, self._device.type)
+        self._part("its group was aborted")
+        if "_backend" in self.__dict__:
+            abort_backend(self._backend, self._device.type)
 
 
 def abort_backend(backend: dist.distributed_c10d.Backend, device_type: str) -> threading.Thread | None:

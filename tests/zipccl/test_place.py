@@ -1,0 +1,283 @@
+"""Where the channels of a group meet in its store: connections, waits and ends, with all ranks in this process, over a TCPStore."""
+import gc
+import itertools
+import os
+import threading
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_zipccl.collectives import addresses, place, transport
+from ds_zipccl.collectives.addresses import Addresses
+from ds_zipccl.collectives.place import Place, await_keys, place_of
+from ds_zipccl.collectives.transport import SideChannel
+
+CPU = torch.device("cpu")
+SOON = timedelta(seconds=30)
+
+
+class Group:
+    """What a channel asks of a group."""
+    group_name = "group"
+
+    def __init__(self, store, rank, size):
+        self.get_group_store, self.rank, self.size = lambda: store, lambda: rank, lambda: size
+
+
+class World:
+    """A server, and a client for each of its ranks, as in as many processes."""
+    size = 3
+
+    def __init__(self, port=0):
+        self.server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        self.port, self._prefixes = self.server.port, itertools.count()
+        self.clients = [dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=SOON, wait_for_workers=False)
+                        for _ in range(self.size)]
+
+    def groups(self):
+        """The ranks' objects of a new group."""
+        prefix = f"group {next(self._prefixes)}"
+        return [Group(dist.PrefixStore(prefix, dist.PrefixStore("world", client)), rank, self.size)
+                for rank, client in enumerate(self.clients)]
+
+    @property
+    def num_connections(self):
+        """From this machine to the server."""
+        gc.collect()
+        remote = f":{self.port:04X}"
+        lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/self/net/{name}")]
+        return sum(words[2].endswith(remote) and words[3] == "01" for words in lines)
+
+
+@pytest.fixture(scope="module")
+def world():
+    """One for all tests: where names are looked up in vain, connections cost seconds."""
+    return World()
+
+
+def talk(channels, base=0):
+    """Every channel's ranks hear each other's words."""
+    outs = [torch.empty(len(channels), dtype=torch.int32) for _ in channels]
+    works = [channel.all_gather(out, torch.tensor([base + rank], dtype=torch.int32))
+             for rank, (channel, out) in enumerate(zip(channels, outs, strict=True))]
+    for work, out in zip(works, outs, strict=True):
+        assert work.wait(SOON) and out.tolist() == [base + rank for rank in range(len(channels))]
+
+
+def test_all_channels_of_a_process_share_one_connection(world):
+    before = world.num_connections
+    kept = [world.groups() for _ in range(3)]
+    for number, groups in enumerate(kept):
+        for purpose in ("side", "bulk", "side"):
+            channels = [SideChannel(group, CPU, purpose) for group in groups]
+            talk(channels, 100 * number)
+            for channel in channels:
+                channel.close()
+    assert world.num_connections == before + 1
+    del kept, groups, channels, channel
+    assert world.num_connections == before
+
+
+def test_ranks_may_come_at_any_time(world):
+    """Each is told of those who come before it, together with it and long after it."""
+    groups, channels = world.groups(), [None] * world.size
+    for rank in (1, 0, 2):
+        channels[rank] = SideChannel(groups[rank], CPU)
+        time.sleep(0.05)
+    talk(channels)
+
+
+def test_a_channel_is_made_and_connects_while_somebody_waits_in_the_groups_store(world):
+    """As an all_reduce's second phase has its channel made while this rank's main thread is in a native call."""
+    groups = world.groups()
+    talk([SideChannel(group, CPU) for group in groups])
+    waiting = threading.Thread(target=world.clients[0].wait, args=(["never said"], timedelta(seconds=60)))
+    waiting.start()
+    try:
+        time.sleep(0.05)
+        talk([SideChannel(group, CPU, "bulk") for group in groups])
+        assert waiting.is_alive()
+    finally:
+        world.clients[1].set("never said", "after all")
+        waiting.join()
+
+
+def test_a_wait_that_ends_says_who_did_not_come(world, monkeypatch):
+    monkeypatch.setattr(transport, "group_timeout", lambda *_: timedelta(seconds=0.2))
+    group = world.groups()[1]
+    side = SideChannel(group, CPU)
+    with pytest.raises(dist.DistStoreError, match=r"Wait timeout: rank 0, 2 did not come to a call within 0.2 s"):
+        side.all_gather(torch.empty(3), torch.ones(1)).wait()
+    with pytest.raises(dist.DistStoreError, match="rank 0, 2 did not come"):
+        side.exchange_pairs({0: torch.empty(4, dtype=torch.uint8)}, {})
+
+
+def test_aborted_while_it_connects(world):
+    """Nobody waits for the group's timeout, which is half an hour here."""
+    side = SideChannel(world.groups()[0], CPU)
+    work = side.all_gather(torch.empty(3), torch.ones(1))
+    time.sleep(0.05)
+    assert not work.is_completed()
+    side.abort()
+    with pytest.raises(RuntimeError, match="rank 1, 2: its group was aborted"):
+        work.wait()
+
+
+def test_the_server_ends_while_a_channel_connects():
+    world = World()
+    side = SideChannel(world.groups()[0], CPU)
+    work = side.all_gather(torch.empty(3), torch.ones(1))
+    del world.server
+    gc.collect()
+    with pytest.raises(RuntimeError, match="store does not answer"):
+        work.wait()
+
+
+def test_another_world_at_the_same_address():
+    """What was connected to the first is not taken for a connection to the second."""
+    world = World()
+    groups = world.groups()
+    talk([SideChannel(group, CPU) for group in groups])
+    del world.server
+    again = World(world.port)
+    others = again.groups()
+    talk([SideChannel(group, CPU) for group in others], 7)
+    assert place_of(others[0])._server is place_of(others[1])._server is not place_of(groups[0])._server
+
+
+def test_groups_of_one_prefix_meet_and_others_do_not(world):
+    """An elastic restart has another prefix in the same store."""
+    def place_at(prefix, rank):
+        return Place(dist.PrefixStore(prefix, world.clients[rank]))
+
+    first, same, restarted = place_at("attempt_0", 0), place_at("attempt_0", 1), place_at("attempt_1", 0)
+    first.store.set("key", "value")
+    assert first.store.add("number", 1) == 1            # answered after the key is there
+    assert same.store.check(["key"]) and not restarted.store.check(["key"])
+    borrowed = same.borrow("below").store
+    borrowed.set("key", "other")
+    assert borrowed.get("key") == b"other" and first.store.get("key") == b"value"
+
+
+@pytest.mark.parametrize("kind", ("file", "memory", "python"))
+def test_stores_without_connections(kind, tmp_path):
+    class Own(dist.Store):
+        """As somebody may write one; it cannot be cloned."""
+
+        def __init__(self):
+            super().__init__()
+            self._inner = dist.HashStore()
+
+        for name in ("set", "get", "add", "check"):
+            locals()[name] = lambda self, *args, name=name: getattr(self._inner, name)(*args)
+
+        def has_extended_api(self):
+            return False
+
+    one = {"file": lambda: dist.FileStore(str(tmp_path / "store"), 2), "memory": dist.HashStore, "python": Own}[kind]()
+    groups = [Group(one if kind != "file" or not rank else one.clone(), rank, 2) for rank in range(2)]
+    talk([SideChannel(group, CPU) for group in groups])
+    assert place_of(groups[0]).borrow("a").store.add("number", 1) == 1
+
+
+def test_await_keys_leaves_the_store_to_others(world):
+    client = world.clients[0]
+
+    def say():
+        time.sleep(0.1)
+        client.set("asked", "said")                     # the client in which the other thread waits
+    thread = threading.Thread(target=say)
+    thread.start()
+    await_keys(client, ["asked"], 30)
+    thread.join()
+    with pytest.raises(dist.DistStoreError, match="Wait timeout.*no keys what, nobody"):
+        await_keys(client, ["asked", "what", "nobody"], 0.05)
+
+
+def test_pauses_grow_with_the_wait():
+    assert [place.pause_s(waited) for waited in (0, 0.001, 0.5, 1000)] == [0.001, 0.001, 0.05, 0.25]
+
+
+class Counting:
+    """A store that counts what it is asked."""
+
+    def __init__(self):
+        self._store, self.num_calls = dist.HashStore(), 0
+
+    def __getattr__(self, name):
+        self.num_calls += 1
+        return getattr(self._store, name)
+
+
+def test_many_ranks_cost_few_calls(monkeypatch):
+    monkeypatch.setattr(addresses, "COURIER", SimpleNamespace(add=lambda addresses: None))
+    store, size = Counting(), 600
+    ranks = [Addresses(store, rank, size, SOON) for rank in range(size)]
+    for rank, one in enumerate(ranks):
+        one.local.set(f"0/{rank}", f"address of {rank} \0\xff".encode("latin1"))
+    for one in reversed(ranks[1:]):
+        one.tell()
+    calls = store.num_calls
+    assert not ranks[5].look()
+    assert store.num_calls - calls < 60
+    calls = store.num_calls
+    assert not ranks[5].look() and store.num_calls - calls == 1
+    ranks[0].tell()
+    assert ranks[5].look() and ranks[0].look()
+    for one in (ranks[0], ranks[5]):
+        for rank in range(size):
+            assert one.local.get(f"0/{rank}") == f"address of {rank} \0\xff".encode("latin1")
+
+
+def test_a_rank_without_an_address_of_gloos_says_so():
+    with pytest.raises(RuntimeError, match="gloo did not say its address"):
+        Addresses(dist.HashStore(), 0, 2, SOON).tell()
+
+
+def test_on_gpus_a_connection_is_borrowed_until_all_ranks_are_connected(world, monkeypatch):
+    """NCCL waits in the store at its first call; two that wait at a time must not share one."""
+    class Nccl:
+        Options = SimpleNamespace
+
+        def __init__(self, store, rank, size, options):
+            self.store = store
+
+        def _allgather_base(self, out, own):
+            return "work"
+
+        def alltoall_base(self, *_):
+            return "work"
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    group, gpu = world.groups()[0], torch.device("cuda")
+    root = lambda channel: channel._backend.store.underlying_store          # noqa: E731
+    before = world.num_connections
+    first, second, _ = (SideChannel(group, gpu, purpose) for purpose in ("side", "bulk", "never used"))
+    assert world.num_connections <= before + 1
+    assert root(first) is not root(second) and world.num_connections == before + 3
+    first.all_gather(None, None)
+    third = SideChannel(group, gpu)
+    assert root(third) is root(first)
+    third.all_to_all(None, None)
+    second.all_gather(None, None)
+    for _ in range(4):
+        SideChannel(group, gpu).all_gather(None, None)
+    assert world.num_connections == before + 3
+    first.store.set("asked", "said")
+    assert first.store.get("asked") == b"said"
+
+
+def test_a_child_process_does_not_use_its_parents_connections(world):
+    groups = world.groups()
+    side = SideChannel(groups[0], CPU)                  # still waits for the others
+    server, courier = place_of(groups[0])._server, addresses.COURIER
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if not place._servers and not place._places and addresses.COURIER is not courier and side else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    talk([side, *(SideChannel(group, CPU) for group in groups[1:])])
+    assert place_of(groups[0])._server is server

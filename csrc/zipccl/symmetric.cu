@@ -256,7 +256,7 @@ int end(Engine* e) {
     ZIPCCL_TRY(launch_turn(t, stream));
     for (u32 lane = 0; lane < kChain; lane++)
         if (e->is_moving[lane]) ZIPCCL_TRY(after(e->streams[lane], e->moved[lane], stream));
-    if (e->has_copies() && !e->is_chain()) ZIPCCL_TRY(after(e->streams[kOwn], e->step, stream));
+    if (e->has_copies()) ZIPCCL_TRY(after(e->is_chain() ? e->x.stream : e->streams[kOwn], e->step, stream));
     return record(e->done[++e->num_calls % kNumDone], stream);
 }
 

@@ -79,25 +79,28 @@ def case_many_shapes(rank, world_size):
 
 
 @one_sided_only
-def case_a_step_while_a_gather_is_in_flight(rank, world_size):
-    """Frames are written anew only behind what sends them: by a refresh, by a repair, and when data overflows."""
+def case_frames_are_made_anew_behind_what_sends_them(rank, world_size):
+    """Shards come to lie elsewhere, with other data, while a gather is in flight: frames are written again by a refresh, or by one rank's
+    repair, only behind it."""
     world = World(world_size)
     world.gather()
-    for turn in range(4):
+    for turn in range(6):
         outs, expected = world.outs(), [e.clone() for e in world.expected]
         gather = world.cache.gather(world.cache.slots, lambda outs=outs: outs)
+        for i, slot in enumerate(world.cache.slots):
+            on = None if turn % 2 else 0
+            world.shards[i] = world.shards[i].clone()
+            world.write(i, lambda r, i=i, turn=turn: data_of(r, seed=100 + 10 * turn + i), on=on)
+            slot.source = lambda shard=world.shards[i]: shard
         if turn % 2:
             world.cache.changed(world.cache.slots)
             world.cache.refresh()
         elif rank == 0:
             world.cache.changed_here(world.cache.slots)
-        later = world.outs()
-        second = world.cache.gather(world.cache.slots, lambda later=later: later)
-        second.wait()
+        world.gather()
         gather.wait()
-        for got in (outs, later):
-            for out, whole in zip(got, expected, strict=True):
-                assert_same_bits(out, whole, turn)
+        for out, whole in zip(outs, expected, strict=True):
+            assert_same_bits(out, whole, turn)
     world.close()
 
 

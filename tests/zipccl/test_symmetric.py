@@ -38,7 +38,7 @@ class Ranks:
         self.world_size, self.room, self.num_lanes = world_size, room // 128 * 128, num_lanes
         self.errors = torch.zeros(world_size, dtype=torch.int32)
         num_bytes = self.calls.words_bytes + self.room
-        self.memory = [torch.full((num_bytes + 128,), 0xA5, dtype=torch.uint8) for _ in range(world_size)]
+        self.memory = [torch.full((num_bytes + 128,), 0x5A, dtype=torch.uint8) for _ in range(world_size)]         # no overflow bit
         addresses = [-(-memory.data_ptr() // 128) * 128 for memory in self.memory]
         for memory, address in zip(self.memory, addresses, strict=True):
             memory[address - memory.data_ptr():][:self.calls.words_bytes] = 0

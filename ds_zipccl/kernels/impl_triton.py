@@ -64,6 +64,9 @@ class TritonKernels:
         from ds_zipccl.kernels.triton_launch import Launcher
         functions = {"tiles": triton_encode.tiles, "finish": triton_encode.finish, "decode": triton_decode.decode,
                      "decode_reduce": triton_reduce.decode_reduce}
+        for function in functions.values():
+            # Triton 3.6's key of a kernel depends on those hashed before it in the process: in one order, the cache on disk has it.
+            getattr(function, "cache_key", None)
         self._launchers = {level: SimpleNamespace(**{name: Launcher(functions[name], *how, level) for name, how in rows.items()})
                            for level, rows in launches.items()}
         self._errors: dict[int, torch.Tensor] = {}

@@ -26,6 +26,7 @@ class Ways:
         self.transport: SymmetricTransport | None = None
         self.against: str | None = None             # why the last gather that was to go one-sided does not
         self._runtime, self._group, self._device = runtime, group, device
+        self._examples: dict[torch.dtype, Call] = {}
 
     @property
     def level(self) -> int:
@@ -52,9 +53,7 @@ class Ways:
         return (NATIVE, "max_workspace_bytes") if way == ZIPPED and size * row > config.max_workspace_bytes else (way, None)
 
     def _fastest(self, slots: list[Slot], whole_bytes: int, ratio: float) -> str:
-        router, row = self._runtime.router, torch.empty(1, dtype=slots[0].dtype, device=self._device)
-        call = Call(OP, row, row, self._group)      # for its group, dtype and device
-        self.against = None
+        router, call, self.against = self._runtime.router, self._example(slots[0].dtype), None
         if router.wanted:
             self.transport, self.against = router.for_rows(call, self._state)
             self.against = self.against or self._reason_against(slots)
@@ -72,6 +71,14 @@ class Ways:
             if self.against is not None:
                 way = ZIPPED if not natively or measured.gains(whole_bytes, ratio)[ZIPPED] > MIN_GAIN else NATIVE
         return way
+
+    def _example(self, dtype: torch.dtype) -> Call:
+        """For its group, dtype and device."""
+        call = self._examples.get(dtype)
+        if call is None:
+            row = torch.empty(1, dtype=dtype, device=self._device)
+            call = self._examples[dtype] = Call(OP, row, row, self._group)
+        return call
 
     @property
     def _state(self):

@@ -8,7 +8,6 @@ queues a whole call at once (csrc/zipccl/symmetric.cu).
 import ctypes
 import functools
 import os
-from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,7 +32,7 @@ NUM_IN_RING = 8             # messages of a call that have room: some on their w
 FIRST_PART_BYTES, LAST_PART_BYTES = 8 << 20, 64 << 20      # raw bytes of a row in the smallest and largest parts of a large call
 MAX_STORED_BYTES = 16 << 20                                # of a row that encode writes to the one peer, rather than copy engines
 MAX_RANKS = 64              # of a group: its words have room for no more (kMaxRanks)
-MAX_KEPT = 32               # calls whose tensors are kept at most: beyond, the oldest is joined
+MAX_KEPT = 32               # calls at most whose tensors are kept until they are done: beyond, the oldest is joined
 
 
 def align(num_bytes: int) -> int:
@@ -194,7 +193,8 @@ class SymmetricTransport:
         self._engine, self._workspace, self._room, self._overflows, self._keep_alive = engine, workspace, room, overflows, keep_alive
         self._status = torch.zeros(1, dtype=torch.int32, device=device)
         self._status_at = self._status.data_ptr()
-        self._num_calls, self._kept, self._ended = 0, deque(), False
+        self._num_calls, self._ended = 0, False
+        self._kept: dict[int, tuple] = {}                   # tensors by call, of those that may not be done
         self.first_bytes, self.largest_bytes, self.stored_bytes = FIRST_PART_BYTES, LAST_PART_BYTES, MAX_STORED_BYTES
         self.num_lanes, self.spill_per_tile = NUM_LANES, DEFAULT_SPILL_PER_TILE
 
@@ -208,12 +208,13 @@ class SymmetricTransport:
         return int(self._overflows.sum())
 
     def _run(self, cut: Plan | None, rows: int, row_stride: int, out: int, out_stride: int, tensors, own: int = 0, copy=(0, 0, 0),
-             made=None, places=None) -> SymmetricWork | None:
+             made=None, places=None, others=()) -> SymmetricWork | None:
+        """``tensors``: used by the call, its output first; ``others`` too, which are about anyway."""
         if cut is None:
             return None
         if torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
-                return self._run(cut, rows, row_stride, out, out_stride, tensors, own, copy, made, places)
+                return self._run(cut, rows, row_stride, out, out_stride, tensors, own, copy, made, places, others)
         stream = streams.current(self.device)
         if copy[0] == copy[1]:
             copy = (0, 0, 0)
@@ -223,13 +224,14 @@ class SymmetricTransport:
                                   cut.parts, made, places, self._status_at, workspace, stream))
         self._num_calls += 1
         call = self._num_calls
-        self._kept.append((call, tensors))
-        while self._kept and (len(self._kept) > MAX_KEPT or self._engine.is_done(self._kept[0][0])):
-            done, left = self._kept.popleft()
-            if len(self._kept) >= MAX_KEPT:
-                self._engine.join(done, stream)             # nobody waited for it: its memory goes back in the order of this stream
-                for t in left:
-                    streams.keep(t)
+        self._kept[call] = tensors, others
+        for oldest in tuple(self._kept):
+            if len(self._kept) > MAX_KEPT:
+                self._engine.join(oldest, stream)
+                self._give_back(oldest)
+            elif not self._engine.is_done(oldest):
+                break
+            self._kept.pop(oldest, None)
         return SymmetricWork(self, call, [tensors[0]], cut.sent_bytes * (self.world_size - 1))
 
     def all_gather(self, out: torch.Tensor, own: torch.Tensor) -> SymmetricWork | None:
@@ -249,9 +251,10 @@ class SymmetricTransport:
         made = (ctypes.c_void_p * len(rows))(*(None if row.frame is None else row.frame.data_ptr() for row in rows))
         places = (Place * len(rows))(*((row.data.data_ptr(), row.out.data_ptr(), row.out.stride(0) * row.out.element_size())
                                        for row in rows))
-        tensors = [t for row in rows for t in (row.out, row.data, row.frame) if t is not None]
-        return self._run(plan_of_rows(tuple(row.kind for row in rows), self.world_size, self._room), 0, 0, 0, 0, tensors, made=made,
-                         places=places)
+        outs = {row.out.untyped_storage().data_ptr(): row.out for row in rows}
+        others = [t for row in rows for t in (row.data, row.frame) if t is not None]
+        return self._run(plan_of_rows(tuple(row.kind for row in rows), self.world_size, self._room), 0, 0, 0, 0, tuple(outs.values()),
+                         made=made, places=places, others=others)
 
     def all_to_all(self, out: torch.Tensor, data: torch.Tensor) -> SymmetricWork | None:
         """``out``, ``data`` [world_size * n], equal pieces; they must not overlap."""
@@ -269,6 +272,15 @@ class SymmetricTransport:
     def join(self, call: int) -> None:
         if not self._ended:
             self._engine.join(call, streams.current(self.device))
+            self._give_back(call)
+
+    def _give_back(self, call: int) -> None:
+        """The memory of what it used, once the current stream waits for its end: who runs ahead of the GPU must not need more for that."""
+        tensors, others = self._kept.get(call, ((), ()))
+        for t in tensors:
+            streams.keep(t)
+        if tensors:
+            self._kept[call] = (), others
 
     def is_done(self, call: int) -> bool:
         return self._ended or self._engine.is_done(call)

@@ -1,6 +1,7 @@
 """Which calls go one-sided, and what becomes of them, with a transport that notes what it is asked for. Its own results: test_symmetric.py;
 whole calls on GPUs: collective_one_sided_cases.py."""
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from ds_zipccl.codec.dtypes import BY_TORCH
+from ds_zipccl.codec.format import layout
 from ds_zipccl.collectives import one_sided, symmetric
 from ds_zipccl.collectives.one_sided import REASONS, OneSided, Router, exchange, memory_bytes, reason_against
 from ds_zipccl.collectives.registry import Call, specs
@@ -295,6 +298,30 @@ def test_who_waits_after_the_end_need_not():
     work = symmetric.SymmetricWork(transport, 1, [torch.empty(1)], 0)
     transport.abort()
     assert ended and work.is_completed() and work.wait()
+
+
+def test_memory_goes_back_when_somebody_waits(monkeypatch):
+    """Not only when the GPU is done, which the host may be far ahead of; what frames are made from stays until then."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    done, joined = [], []
+    engine = SimpleNamespace(run=lambda exchange: None, is_done=lambda call: call in done, join=lambda call, stream: joined.append(call))
+    transport = symmetric.SymmetricTransport(engine, lambda stream, words: 0, 0, torch.device("cpu"), 2, 1 << 24, torch.zeros(1), "memory")
+
+    def gather():
+        data, frame, out = torch.empty(5000, dtype=BF16), torch.empty(8000, dtype=torch.uint8), torch.empty(2, 5000, dtype=BF16)
+        rows = [symmetric.Row(data[a:b], out[:, a:b], layout(BY_TORCH[BF16], b - a), frame) for a, b in ((0, 3000), (3000, 5000))]
+        return transport.gather_rows(rows), [weakref.ref(t.untyped_storage()) for t in (out, data, frame)]
+
+    alive = lambda refs: [ref() is not None for ref in refs]          # noqa: E731
+    work, first = gather()
+    work.wait()
+    del work
+    assert joined == [1] and alive(first) == [False, True, True]
+    done.append(1)
+    second = gather()[1]
+    assert alive(first) == [False] * 3 and alive(second) == [True] * 3
+    kept = [gather()[1] for _ in range(symmetric.MAX_KEPT)]
+    assert joined == [1, 2] and alive(second) == [False] * 3 and all(alive(refs) == [True] * 3 for refs in kept)
 
 
 def test_every_rank_sees_all_records():

@@ -56,7 +56,8 @@ class Stats:
         self.sections: dict[str, Callable[[], tuple[dict, dict]]] = {}      # further keys of a step's row: (counters so far, gauges)
 
     def _op(self, op: str) -> OpStats:
-        return self._ops.setdefault(op, OpStats())
+        row = self._ops.get(op)
+        return self._ops.setdefault(op, OpStats()) if row is None else row
 
     def native(self, op: str, reason: str, raw_bytes: int) -> None:
         """Counts a call that went uncompressed, with its reason."""

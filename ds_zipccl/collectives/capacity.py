@@ -25,7 +25,7 @@ def _room_for(need: int) -> int:
     return max(DEFAULT_SPILL_PER_TILE, -(-(need + need // MARGIN) // STEP_BYTES) * STEP_BYTES)
 
 
-@dataclass
+@dataclass(slots=True)
 class Need:
     """What one call of a class needed, once its status words are known: bytes per tile, the largest over all ranks."""
     num_bytes: int | None = None

@@ -199,7 +199,8 @@ class GroupState:
             for earlier in tuple(self._in_flight):
                 if pending.finished:            # by another thread
                     return
-                self._settle(earlier)
+                if not earlier.settled:
+                    self._settle(earlier)
                 if earlier is pending:
                     break
             with self._lock:

@@ -78,11 +78,12 @@ class Launch:
 class Kind:
     """Calls that differ in their tensors' places and contents alone, on one group: that they can be zipped was found out once.
     ``shapes``: of (output, input), where they matter too. ``classes``: the arguments of ``GroupState.capacity`` for each class of theirs.
-    ``memo``: for the collective's own use."""
-    __slots__ = ("spec", "launch", "state", "shapes", "classes", "memo")
+    ``choice``: how the switch found the last one to be zipped. ``memo``: for the collective's own use."""
+    __slots__ = ("spec", "launch", "state", "on_gpu", "shapes", "classes", "choice", "memo")
 
     def __init__(self, spec: CollectiveSpec, launch: Launch):
-        self.spec, self.launch, self.state, self.shapes, self.classes, self.memo = spec, launch, launch.state, None, None, None
+        self.spec, self.launch, self.state, self.on_gpu = spec, launch, launch.state, launch.device.type == "cuda"
+        self.shapes = self.classes = self.choice = self.memo = None
 
 
 def frames_bytes(dtype: torch.dtype, numel: int, count: int, first_spill: float = 0.0) -> int:

@@ -89,6 +89,9 @@ class Reading:
                 memory[entry] = count
         return True
 
+    def _expected(self) -> list[tuple[int, int]]:
+        return self._entries
+
     def wait(self) -> None:
         for _ in range(SPINS):
             if self.is_there():
@@ -98,7 +101,30 @@ class Reading:
     def _late(self) -> set[int]:
         """The ranks whose words are missing."""
         memory, box = self._box.memory, self._box
-        return {box.writer_of(entry) for entry, stamp in self._entries if memory[entry] >> 32 != stamp}
+        return {box.writer_of(entry) for entry, stamp in self._expected() if memory[entry] >> 32 != stamp}
+
+
+class RowReading(Reading):
+    """The same of entries one after another with one stamp: ``num`` from ``first`` on; ``mark``: what this rank has read then."""
+    __slots__ = ("_first", "_num", "_stamp", "_mark")
+
+    def __init__(self, box: "Mailbox", first: int, num: int, stamp: int, mark: int):
+        self.words, self._box, self._first, self._num, self._stamp, self._mark = None, box, first, num, stamp, mark
+
+    def is_there(self) -> bool:
+        if self.words is None:
+            box, stamp, words = self._box, self._stamp, []
+            for value in box.memory[self._first:self._first + self._num]:
+                if value >> 32 != stamp:
+                    return self.words is not None           # as above
+                word = value & _WORD
+                words.append(word - (1 << 32) if word >> 31 else word)
+            self.words = words
+            box.memory[box.mark] = self._mark
+        return True
+
+    def _expected(self) -> list[tuple[int, int]]:
+        return [(self._first + i, self._stamp) for i in range(self._num)]
 
 
 class Mailbox:
@@ -115,8 +141,9 @@ class Mailbox:
         self._places, self._neighbours, self._gpu = Places(world_size), {rank, *neighbours}, writer
         self._map = mmap.mmap(file, self._places.num_bytes)
         self.memory = memoryview(self._map).cast("Q")
-        self._first, self._count, self._all = first, first, range(world_size)
-        self._marks = [self._places.mark(reader) for reader in self._all]
+        self._first, self._count, self._room_for_all = first, first, first + DEPTH - SLACK
+        self._marks = [self._places.mark(reader) for reader in range(world_size)]
+        self.mark = self._marks[rank]
         self._pair_counts: dict[tuple[int, int], int] = {}          # by (writer, reader), of which this rank is one
         self._room: dict[tuple[int, ...], int] = {}                 # exchanges so far that may be written, as known when last looked
         self._ended: str | None = None
@@ -129,26 +156,26 @@ class Mailbox:
 
     def gather(self, own: torch.Tensor, stream: int | None = None) -> Reading:
         """One word of each rank."""
-        reading, places = self._round(self._all)
-        self._write(places, own, stream)
+        reading, place = self._round(0, self._size, True)
+        self._write([place], own, stream)
         return reading
 
     def broadcast(self, own: torch.Tensor, root: int, stream: int | None = None) -> Reading:
         """The root's word."""
-        reading, places = self._round((root,))
-        self._write(places, own, stream)
+        reading, place = self._round(root, 1, self._rank == root)
+        self._write([place] if self._rank == root else [], own, stream)
         return reading
 
-    def _round(self, writers) -> tuple[Reading, list[tuple[int, int]]]:
-        """The next exchange that all ranks count: its reading, and what this rank writes, (entry, stamp) or nothing."""
-        count, stamp, row, rank = self._count, _stamp(self._count), self._places.row(self._count, 0), self._rank
-        self._count += 1
-        mine = []
-        if rank in writers:
-            if count - self._first >= DEPTH - SLACK:
-                self._make_room((), count, self._marks)
-            mine = [(row + rank, stamp)]
-        return Reading(self, [(row + writer, stamp) for writer in writers], [(self._marks[rank], count + 1)]), mine
+    def _round(self, first: int, num: int, writes: bool) -> tuple[Reading, tuple[int, int]]:
+        """The next exchange that all ranks count, of words of ``num`` ranks from ``first`` on: its reading, and (entry, stamp) for this
+        rank's word, if it ``writes`` one."""
+        count = self._count
+        self._count = count + 1
+        if writes and count >= self._room_for_all:
+            self._make_room((), count, self._marks)
+            self._room_for_all = self._room[()]
+        row, stamp = self._places.row(count, 0), _stamp(count)
+        return RowReading(self, row + first, num, stamp, count + 1), (row + self._rank, stamp)
 
     def exchange(self, own: torch.Tensor, counts: list[int], out_counts: list[int], stream: int | None = None) -> Reading:
         """``counts[r]`` words, 0 or 1, of ``own`` go to rank r, ``out_counts[r]`` come from it. The reading has this rank's own words, then
@@ -176,21 +203,21 @@ class Mailbox:
     # << 32 | word goes there). The address is 0 where this rank has no word.
 
     def post_to_all(self, stream: int) -> tuple[Reading, int, int]:
-        return self._post(*self._round(self._all), stream)
+        reading, place = self._round(0, self._size, True)
+        return reading, *self._post(place, stream)
 
     def post_from(self, root: int, stream: int) -> tuple[Reading, int, int]:
-        return self._post(*self._round((root,)), stream)
+        reading, place = self._round(root, 1, self._rank == root)
+        return reading, *(self._post(place, stream) if self._rank == root else (0, 0))
 
     def post_to_one(self, counts: list[int], out_counts: list[int], stream: int) -> tuple[Reading, int, int]:
         """``counts`` has one word at most."""
-        return self._post(*self._pairs_round(counts, out_counts), stream)
+        reading, places = self._pairs_round(counts, out_counts)
+        return reading, *(self._post(*places, stream) if places else (0, 0))
 
-    def _post(self, reading: Reading, places: list[tuple[int, int]], stream: int) -> tuple[Reading, int, int]:
-        if not places:
-            return reading, 0, 0
-        (entry, stamp), = places
-        self._posted.append((entry, stamp))
-        return reading, self._gpu.address(entry, stream), stamp
+    def _post(self, place: tuple[int, int], stream: int) -> tuple[int, int]:
+        self._posted.append(place)
+        return self._gpu.address(place[0], stream), place[1]
 
     def _write(self, places: list[tuple[int, int]], own: torch.Tensor, stream: int | None) -> None:
         if not places:

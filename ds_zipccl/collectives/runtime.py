@@ -80,7 +80,7 @@ class Runtime:
             if work is not None:
                 return work
         if reason is None:
-            reason = self._choose(spec, call, state)
+            reason = self._choose(spec, call, state, kind)
             if reason is ONE_SIDED:
                 work, reason = self._run_one_sided(spec, call, state, kind, key), None
                 if work is not None:
@@ -136,11 +136,11 @@ class Runtime:
     def _known_kind(self, key: tuple | None, call: Call) -> Kind | None:
         """What was found out when such a call could be zipped, if it holds for this one too: all but this is in ``signature``."""
         kind = self._kinds.get(key)
-        if kind is None or not _is_plain(call.output) or not _is_plain(call.input):
+        if kind is None or not _is_plain(call.output) or call.input is not call.output and not _is_plain(call.input):
             return None
         if kind.shapes is not None and kind.shapes != (call.output.shape, call.input.shape):
             return None
-        return None if call.device.type == "cuda" and streams.is_capturing() else kind
+        return None if kind.on_gpu and streams.is_capturing() else kind
 
     def _key(self, call: Call) -> tuple | None:
         """By which calls of one kind are known; None: such a call may not come again, or all ranks check each."""
@@ -242,8 +242,10 @@ class Runtime:
             for kind in [kind for kind, state in states.items() if state.group is None]:
                 self._forget_calls(states.pop(kind))
 
-    def _choose(self, spec: CollectiveSpec, call: Call, state: GroupState) -> str | None:
+    def _choose(self, spec: CollectiveSpec, call: Call, state: GroupState, kind: Kind | None) -> str | None:
         """None: zipped; ONE_SIDED: the same over symmetric memory. Else the reason for native."""
+        if kind is not None and kind.choice is not None and kind.choice.holds(self.config.reprobe_calls):
+            return None
         choice, router = getattr(self.config.collectives, spec.family), self._one_sided if self._one_sided.is_measured else None
         if choice == "always" and (router is None or router.reason_against(spec, call) is not None):
             return None
@@ -257,6 +259,8 @@ class Runtime:
             self.workspace.drop(lambda flight: flight.launch.trial)
         if way == ONE_SIDED:
             return ONE_SIDED
+        if kind is not None and not spec.pairwise:
+            kind.choice = switch.zipped_again(spec, call, state) if way == ZIPPED else None
         return None if way == ZIPPED or choice == "always" else "native_is_faster"
 
     def _switch_report(self) -> tuple[dict, dict]:

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +30,35 @@ TENSORS_OF_A_PROBE = 8             # the memory it takes, at most, by that of it
 MAX_SIZES = 4096
 NO_CHOICE = Costs(Curve((1, 2), (1.0, 1.0)), Curve((1, 2), (0.0, 0.0)), 1.0)          # what must be zipped, one way alone
 ASK_EACH_CALL = 8                  # all-to-alls in which the ranks ask each other whether anyone could zip; then ever fewer
+
+
+class Choice(NamedTuple):
+    """What a call was found to be zipped for. The same again says so again: what the ranks share is compared, nothing is remembered that
+    some of them may have forgotten."""
+    measured: "Measured"
+    costs: Costs
+    state: object
+    room: tuple                    # key of the class
+    spill: int
+    size: tuple
+
+    def holds(self, reprobe_calls: int) -> bool:
+        """For the next such call, which is then counted."""
+        measured, capacity = self.measured, self.state.capacities.get(self.room)
+        if (measured.costs is not self.costs or capacity is None or capacity.spill_per_tile != self.spill
+                or measured.ways.get(self.size) != ZIPPED or len(measured.ways) >= MAX_SIZES or measured.is_due_next(reprobe_calls)):
+            return False
+        measured.num_calls += 1
+        return True
+
+
+def zipped_again(spec: CollectiveSpec, call: Call, state) -> Choice | None:
+    """After ``choose`` said ZIPPED."""
+    measured, numel = state.measured(call.op, call.dtype), spec.row_numel(call)
+    room, native_bytes = (call.op, call.dtype, numel), None if spec.native_numel is None else spec.native_numel(call) * call.dtype.itemsize
+    capacity = state.capacities.get(room)
+    return capacity and Choice(measured, measured.costs, state, room, capacity.spill_per_tile,
+                               (spec.whole_numel(call) * call.dtype.itemsize, native_bytes))
 
 
 @dataclass

@@ -28,12 +28,15 @@ class Pending:
         self.outputs = outputs
         self.settled = self.finished = False
         self.failure: BaseException | None = None
+        self._look = getattr(words, "at_once", None)         # the words without waiting for anything, or None
         self._queued = None           # GPU: the stream on which something was queued last for this call
         self.handle = None            # weak reference to the caller's Work
         self.num_looks = 0            # of the watch, while nobody settled it
 
     def await_words(self) -> list[int]:
         """The ranks' status words: waits for encode plus one small message, never for the payload. Any number of threads at once."""
+        if self._seen is None:
+            self._seen = self._look and self._look()
         if self._seen is None:
             # On a stream of its own, so that the host waits for the words alone and not for payloads queued before them.
             with streams.On(self._streams_of and self._streams_of.status_stream):
@@ -55,12 +58,13 @@ class Pending:
             return
         words = self.await_words()
         self.settled = True
-        acts = self.two_phases or any(word & OVERFLOW_BIT for word in words)
         try:
-            with streams.On(self._streams_of.resend_stream if acts and self._streams_of else None):
-                self._on_words(words)
-                if acts:
+            if self.two_phases or any([word & OVERFLOW_BIT for word in words]):
+                with streams.On(self._streams_of and self._streams_of.resend_stream):
+                    self._on_words(words)
                     self._mark()
+            else:
+                self._on_words(words)
         except ZipScapeError as error:              # of this call alone: its waits raise it, not the call that settles it
             self.failure = error
         except BaseException as error:
@@ -76,11 +80,13 @@ class Pending:
         if self.finished:
             return
         try:
-            self.settle()
+            if not self.settled:
+                self.settle()
             if self.failure is not None:            # the resend failed when another call settled this one
                 raise self.failure
             self._payload_work.wait()
-            self.join()
+            if self._queued is not None:
+                self.join()
             self._finish()
             self._mark()
             self._release()

@@ -1,5 +1,6 @@
 """The switch's cost model: curves, crossover, ratio, hysteresis."""
 import math
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -157,6 +158,44 @@ def test_data_that_changes_changes_the_decision(monkeypatch):
     room().observe(4500, True)                  # of 32,768 raw bytes of a tile: an overflow, and much room from now on
     answers += [zipped() for _ in range(8)]
     assert answers == [True] * 3 + [False] * 6 + [True] * 2
+
+
+def test_what_is_zipped_again_is_decided_as_by_a_rank_that_has_forgotten_it(monkeypatch):
+    """Sizes, data and costs that change, two forms of one size, more sizes than are kept: what both know stays the same too."""
+    monkeypatch.setattr(switch, "MAX_SIZES", 3)
+    pace, spec, config = random.Random(5), specs()["all_gather_into_tensor"], ZipcclConfig(enabled=True, reprobe_calls=7)
+
+    def measure(measured, spec, *_, **__):
+        due = measured.due(config.reprobe_calls)
+        if due:
+            measured.costs = costs(10, 20, pace_of_costs.choice((10, 60, 120)), 24)
+        return due
+
+    monkeypatch.setattr(switch, "measure_if_due", measure)
+    ranks, answers = [], [[], []]
+    for _ in range(2):
+        known = {}
+        ranks.append(SimpleNamespace(capacities={}, known=known, choices={}, forget_rooms=lambda *_: None,
+                                     measured=lambda op, dtype, known=known: known.setdefault((op, dtype), Measured())))
+    num_held = 0
+    for turn in range(3000):
+        numel, spill = pace.choice((1, 2, 3, 8)) * MIB // 4, pace.choice((256, 256, 256, 1024, 4096))
+        call = Call(spec.name, torch.empty(2 * numel, dtype=torch.bfloat16, device="meta"), torch.empty(
+            numel, dtype=torch.bfloat16, device="meta"), SimpleNamespace(rank=lambda: 0, size=lambda: 2))
+        for rank, state in enumerate(ranks):
+            pace_of_costs = random.Random(turn)
+            state.capacities.setdefault((call.op, call.dtype, numel), SimpleNamespace()).spill_per_tile = spill
+            state.likely_spill = lambda *_, spill=spill: spill
+            choice = state.choices.get(numel)
+            if rank == 0 and choice is not None and choice.holds(config.reprobe_calls):
+                num_held, way = num_held + 1, ZIPPED
+            else:
+                way = switch.choose(spec, call, None, state, config)
+                state.choices[numel] = switch.zipped_again(spec, call, state) if way == ZIPPED else None
+            answers[rank].append(way)
+        a, b = (state.known[call.op, call.dtype] for state in ranks)
+        assert answers[0][-1] == answers[1][-1] and (a.ways, a.num_calls, a.costs) == (b.ways, b.num_calls, b.costs), turn
+    assert num_held > 100 and 0 < answers[0].count(NATIVE) < 3000
 
 
 def test_ratio_of_frames():

@@ -1,0 +1,174 @@
+"""What is prepared for calls on a GPU (collectives/plans.py, csrc/zipccl/launch.h), run on a CPU: the codec's source compiled for the host,
+a driver that does everything at once. Bits and places; what waits for what: test_stream_order.py."""
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ds_zipccl.codec.codec import Codec
+from ds_zipccl.codec.format import OVERFLOW_BIT
+from ds_zipccl.collectives import plans, streams
+from ds_zipccl.collectives.plans import Plan, Recipe, Rows
+from ds_zipccl.errors import KernelError
+from ds_zipccl.kernels import loader
+from ds_zipccl.kernels.cuda_calls import CudaCalls
+from ds_zipccl.kernels.launch_calls import LaunchCalls
+from ds_zipccl.kernels.rank_order import sum_in_order
+from tests.helpers.emulated import compile_for_host
+
+CPU, BF, STREAM, DECODES = torch.device("cpu"), torch.bfloat16, 11, 22
+N = 40_000                              # elements of a row: a tile and a part of one
+
+
+@pytest.fixture(scope="module")
+def codec_library(tmp_path_factory) -> ctypes.CDLL:
+    return CudaCalls(ctypes.CDLL(str(compile_for_host(tmp_path_factory.mktemp("emulated"))))).library
+
+
+@pytest.fixture
+def gpu(codec_library, monkeypatch):
+    """``log``: what the driver was asked for. ``refuse``: a code for the next copy."""
+    gpu = SimpleNamespace(log=[], refuse=0)
+
+    def record(event, stream):
+        gpu.log.append(("record", event, stream))
+        return 0
+
+    def wait(stream, event, flags):
+        gpu.log.append(("wait", stream, event))
+        return 0
+
+    def copy(to, source, num_bytes, stream):
+        gpu.log.append(("copy", num_bytes, stream))
+        if not gpu.refuse:
+            ctypes.memmove(to, source, num_bytes)
+        return gpu.refuse
+
+    p = ctypes.c_void_p
+    driver = [ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(function) for function, arguments in (
+        (record, (p, p)), (wait, (p, p, ctypes.c_uint)), (copy, (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, p)))]
+    functions = [getattr(codec_library, name) for name in ("zipccl_cuda_encode_telling", "zipccl_cuda_decode", "zipccl_cuda_decode_reduce")]
+    workspace, gpu.unread = torch.zeros(4096, dtype=torch.int64, device=CPU), torch.zeros(1, dtype=torch.int32, device=CPU)
+    gpu.launcher = SimpleNamespace(launch_calls=LaunchCalls(codec_library, *functions, *driver), workspace=lambda *_: workspace.data_ptr(),
+                                   unread_word=lambda index: gpu.unread.data_ptr())
+    monkeypatch.setattr(streams, "current", lambda device: STREAM)
+    monkeypatch.setattr(plans.streams, "Mark", lambda device: SimpleNamespace(handle=77))
+    return gpu
+
+
+class Rank:
+    def __init__(self, gpu, recipe: Recipe, x: torch.Tensor, out: torch.Tensor):
+        self.x, self.out, self.status = x, out, torch.full((1,), -1, dtype=torch.int32, device=CPU)
+        self.mail = torch.full((3,), 5, dtype=torch.int64, device=CPU)
+        self.plan = Plan(recipe, gpu.launcher, x, out, self.status, SimpleNamespace(cuda_stream=DECODES), SimpleNamespace(handle=88))
+
+    def begin(self, stamp=1 << 31 | 5):
+        self.plan.begin(self.x.data_ptr(), self.out.data_ptr(), self.mail[1:].data_ptr(), stamp)
+        return [value % (1 << 64) for value in self.mail.tolist()] == [5, stamp << 32 | int(self.status), 5]
+
+    def end(self):
+        self.plan.end(self.x.data_ptr(), self.out.data_ptr())
+        return self.out
+
+
+def codec() -> Codec:
+    return Codec.of(BF, N, "cpu", kernels=loader.resolve("best", "cpu"))
+
+
+def data(seed: int, *shape) -> torch.Tensor:
+    return (torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device=CPU) * 0.02).to(BF)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.int16), b.reshape(-1).view(torch.int16))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_all_gather(gpu, in_place):
+    world, ranks = 3, []
+    for turn in range(2):                                               # the same plans again
+        for rank in range(world):
+            if turn == 0:
+                out = torch.full((world, N), 3.0, dtype=BF, device=CPU)
+                frames = codec().empty_frames(world, CPU)
+                recipe = Recipe([Rows(codec(), frames[rank:rank + 1])], [Rows(codec(), frames, rank)], copy=(0, rank * N, N),
+                                own_in_place=True)
+                assert recipe.is_aligned()
+                ranks.append((Rank(gpu, recipe, out[rank] if in_place else data(0, N), out), frames))
+            ranks[rank][0].x.copy_(data(10 * turn + rank, N))
+            gpu.log.clear()
+            assert ranks[rank][0].begin() and same(ranks[rank][0].out[rank], data(10 * turn + rank, N))
+            assert gpu.log == ([] if in_place else [("record", 77, STREAM), ("wait", DECODES, 77), ("copy", 2 * N, DECODES)])
+        for rank, (one, frames) in enumerate(ranks):
+            for peer, (_, theirs) in enumerate(ranks):
+                if peer != rank:
+                    frames[peer].copy_(theirs[peer])
+            gpu.log.clear()
+            assert same(one.end(), torch.stack([data(10 * turn + r, N) for r in range(world)])), (turn, rank)
+            assert gpu.log == [("record", 88, DECODES)]
+    assert int(gpu.unread) == 0
+
+
+def test_reduce_scatter(gpu):
+    world, ranks = 3, []
+    for rank in range(world):
+        sent, received = codec().empty_frames(world, CPU), codec().empty_frames(world, CPU)
+        recipe = Recipe([Rows(codec(), sent, rank)], [Rows(codec(), received, rank, rank * N)], sums=True)
+        ranks.append((Rank(gpu, recipe, data(rank, world, N), torch.zeros(N, dtype=BF, device=CPU)), sent, received))
+        assert ranks[rank][0].begin() and gpu.log == []
+    for rank, (one, _, received) in enumerate(ranks):
+        for peer, (_, sent, _) in enumerate(ranks):
+            received[peer].copy_(sent[rank])
+        expected = torch.zeros(N, dtype=BF, device=CPU)
+        sum_in_order([data(r, world, N)[rank] for r in range(world)], expected)
+        assert same(one.end(), expected), rank
+
+
+def test_all_to_all_of_unequal_runs(gpu):
+    """Rows before and behind this rank's own, which is copied from another place than it goes to."""
+    frames = [codec().empty_frames(1, CPU), codec().empty_frames(2, CPU)]
+    own, x = 1000, data(5, 3 * N + 1000)
+    rows = [Rows(codec(), frames[0], offset=0), Rows(codec(), frames[1], offset=N + own)]
+    back = [Rows(codec(), frames[0], offset=own), Rows(codec(), frames[1], offset=own + N)]
+    one = Rank(gpu, Recipe(rows, back, copy=(N, 0, own)), x, torch.zeros_like(x))
+    one.plan.begin(one.x.data_ptr(), one.out.data_ptr(), 0, 0)
+    assert same(one.end(), torch.cat([x[N:N + own], x[:N], x[N + own:]])) and one.mail.tolist() == [5, 5, 5]
+
+
+def test_what_overflows_says_so_and_what_is_decoded_from_it_harms_nothing(gpu):
+    frames, x = codec().empty_frames(1, CPU), torch.randint(-1 << 15, 1 << 15, (N,), dtype=torch.int16, device=CPU).view(BF)
+    out = torch.full((3 * N,), 7.0, dtype=BF, device=CPU)
+    one = Rank(gpu, Recipe([Rows(codec(), frames)], [Rows(codec(), frames)]), x, out[N:2 * N])
+    assert one.begin() and int(one.status) & OVERFLOW_BIT
+    one.end()
+    assert bool((out[:N] == 7).all()) and bool((out[2 * N:] == 7).all()) and int(gpu.unread) != 0
+
+
+def test_who_sends_nothing_or_gets_nothing_still_marks_the_end(gpu):
+    x = data(1, N)
+    Rank(gpu, Recipe([], []), x, x).end()
+    assert gpu.log == [("record", 88, DECODES)]
+
+
+def test_which_places_suit(gpu):
+    frames, memory = codec().empty_frames(2, CPU), torch.zeros(4 * N, dtype=BF, device=CPU)
+    at = memory.data_ptr()
+
+    def suits(x: int, out: int, **more) -> bool:
+        """Of tensors of one and two rows, at these rows."""
+        plan = Rank(gpu, Recipe([], [], **more), memory[:N], memory[:2 * N]).plan
+        return plan.suits(at + 2 * N * x, at + 2 * N * out)
+
+    assert frames.shape[0] == 2 and suits(0, 1) and suits(2, 0) and suits(3, 0)
+    assert not suits(0, 0) and not suits(1, 0)
+    assert suits(1, 0, copy=(0, N, N), own_in_place=True) and not suits(0, 0, copy=(0, N, N), own_in_place=True)
+    assert suits(0, 0, anywhere=True) and suits(1, 0, anywhere=True)
+
+
+def test_what_cuda_refuses_is_said(gpu):
+    frames, x = codec().empty_frames(1, CPU), data(1, N)
+    one = Rank(gpu, Recipe([Rows(codec(), frames)], [], copy=(0, 0, N)), x, torch.zeros_like(x))
+    gpu.refuse = 700
+    with pytest.raises(KernelError, match="700"):
+        one.begin()

@@ -59,6 +59,8 @@ RUNS = {
     "native": Run(_ADAMW),
     "zipped": Run(_ADAMW | {"zipccl": {"enabled": True}}, "native", True),
     "cached": Run(_ADAMW | {"zipccl": {"enabled": True, "cache_params": True}}, "native", True, (3,)),
+    "one_sided": Run(_ADAMW | {"zipccl": {"enabled": True, "transport": "adaptive"}}, "native", True),
+    "cached_one_sided": Run(_ADAMW | {"zipccl": {"enabled": True, "cache_params": True, "transport": "adaptive"}}, "native", True, (3,)),
     "zeropp": Run(_ADAMW, "native", False, (3,), {"zero_quantized_weights": True, "zero_quantized_gradients": True}),
     "adams": Run(_ADAMS),
     "scape90": Run(_scape(0.1), "adams", False, (1, 2)),

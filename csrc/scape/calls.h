@@ -21,13 +21,15 @@ SCAPE_RULE int32_t age_at(const void* last_sync, int64_t i, int32_t bytes, int32
     return bytes == 4 ? step - ((const int32_t*)last_sync)[i] : (uint16_t)(step - ((const int16_t*)last_sync)[i]);
 }
 
-// ops.enter; no gradient, index, values or square: null.
+// ops.enter; no gradient, index, values or square: null. starts: for CUDA, where a gradient enters and an index has any: room for a number
+// for every tile of 4,096 elements, and one.
 struct Enter {
     float* residual;
     const void* gradient;
     const void* index;
     void* values;
     float* square;
+    int64_t* starts;
     int64_t num, num_index, first, own_start, own_num;
     int32_t gradient_dtype, values_dtype, index_bytes;
     float factor, beta2, rest2;

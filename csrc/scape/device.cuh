@@ -43,6 +43,42 @@ __device__ __forceinline__ int age_of(u32 last, int bytes, int step) {
     return bytes == 4 ? step - (int)last : (int)(u16)((u32)step - last);
 }
 
+// About sqrt(x) and 1 / x, to a millionth; denormal x may count as 0. (Emulated they are as far off as they may be.)
+#ifdef ZIPSCAPE_EMULATE
+__device__ __forceinline__ float about_root(float x) { return root(x) * 1.000001f; }
+__device__ __forceinline__ float about_inverse(float x) { return 1.000001f / x; }
+#else
+__device__ __forceinline__ float about_root(float x) {
+    float y;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float about_inverse(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+#endif
+
+// A place in shared memory by its own address: from a pointer the compiler would work it out anew at every access.
+#ifdef ZIPSCAPE_EMULATE
+typedef u8* SharedPlace;
+__device__ __forceinline__ SharedPlace shared_place(void* p) { return (u8*)p; }
+__device__ __forceinline__ u32 load_place(SharedPlace p) { return *p; }
+__device__ __forceinline__ void store_place(SharedPlace p, u32 value) { *p = (u8)value; }
+#else
+typedef u32 SharedPlace;
+__device__ __forceinline__ SharedPlace shared_place(void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ u32 load_place(SharedPlace p) {
+    u32 value;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(p) : "memory");
+    return value;
+}
+__device__ __forceinline__ void store_place(SharedPlace p, u32 value) {
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(p), "r"(value) : "memory");
+}
+#endif
+
 // Four neighbours of 4 bytes, at once; `from` and `to` are aligned to 16.
 __device__ __forceinline__ void load_four(u32* to, const void* from) {
     const uint4 four = *(const uint4*)from;
@@ -61,18 +97,6 @@ __device__ __forceinline__ float store_float(void* to, i64 i, float value, int d
     const u16 bits = dtype == kBf16 ? to_bf16(value) : to_half(value);
     ((u16*)to)[i] = bits;
     return dtype == kBf16 ? bf16_to_float(bits) : half_to_float(bits);
-}
-
-// The first of `num` positions that is not below `value`: 33 ways at a time, by a whole warp.
-__device__ __forceinline__ i64 first_not_below(const void* index, int bytes, i64 num, i64 value) {
-    i64 lo = 0, hi = num;
-    while (lo < hi) {
-        const i64 step = (hi - lo + kWarp - 1) / kWarp, probe = lo + lane_id() * step;
-        const u32 below = __popc(__ballot_sync(kAllLanes, probe < hi && position_at(index, probe, bytes) < value));
-        if (lo + below * step < hi) hi = lo + below * step;
-        if (below) lo += (below - 1) * step + 1;
-    }
-    return lo;
 }
 
 // Exclusive prefix sum over the CTA's threads; `total` is everybody's sum. `shared`: a word for each warp. All threads call it.

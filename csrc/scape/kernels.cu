@@ -36,6 +36,7 @@ int scape_cuda_enter(const Enter* c, cudaStream_t stream) {
         return last_error();
     }
     if (!c->gradient) return enter_of<-1>(*c, stream);
+    if (c->starts) SCAPE_LAUNCH(starts_kernel, ceil_div(c->num_index, kThreads), kThreads, stream, *c);
     return c->gradient_dtype == kFp32   ? enter_of<kFp32>(*c, stream)
            : c->gradient_dtype == kBf16 ? enter_of<kBf16>(*c, stream)
                                         : enter_of<kFp16>(*c, stream);

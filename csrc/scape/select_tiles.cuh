@@ -1,7 +1,7 @@
 // How a selection (select.cuh) is divided among warps and lanes, and what it keeps between its steps.
 //
 // A tile of 512 elements belongs to a warp, which looks at four neighbours a lane at a time; tiles begin at multiples of four. A tile notes
-// up to 64 keys as 10 bits of position, 3 of first digit (inside the bracket) and 19 bits of key; one with more (many equal keys) looks at
+// up to 64 keys as 9 bits of position, 4 of first digit (inside the bracket) and 19 bits of key; one with more (many equal keys) looks at
 // its elements again in the later steps.
 #ifndef SCAPE_SELECT_TILES_CUH
 #define SCAPE_SELECT_TILES_CUH
@@ -10,11 +10,13 @@
 
 namespace scape {
 
-constexpr u32 kTileElems = 512, kMaxNotes = 64, kBracket = 8;
+constexpr u32 kTileElems = 512, kMaxNotes = 64, kBracket = 16;
 constexpr u32 kSelectThreads = 512, kSelectWarps = kSelectThreads / kWarp;
 constexpr u32 kAtOnce = 4 * kWarp, kAhead = 2;              // elements that a warp looks at; and how many such it has on the way
-constexpr u32 kSampleStep = 16, kSampleFrom = 1 << 18;      // segments of so many elements are sampled, a line of 32 in 16
 constexpr u32 kLowBits = 19, kLowMask = (1u << kLowBits) - 1;
+constexpr u32 kThirdBits = 10, kThirdSize = 1u << kThirdBits;     // first digits as in rule.h; the second one has 9 bits
+
+constexpr u32 kTileLines = kTileElems / kWarp;
 
 // A segment whose coordinates have to be chosen, and how far that is. Filled in by the kernels, but for the first two lines.
 struct Search {
@@ -59,7 +61,11 @@ __device__ __forceinline__ Tile tile_of(const Search& search, i64 t) {
     return {start, t == search.first_tile ? (u32)search.skip : 0, left < (i64)kTileElems ? (u32)left : kTileElems};
 }
 
-__device__ __forceinline__ bool is_sampled(const Search& s) { return s.end - s.start >= (i64)kSampleFrom && !s.again; }
+// Of a tile's 16 lines of 32 elements, how many are sampled: 1, 4 or, where the search is small or is done again, all, as a power of two.
+__device__ __forceinline__ u32 log_sampled(const Search& s) {
+    const i64 numel = s.end - s.start;
+    return s.again || numel < 1 << 14 ? 4 : numel < 1 << 20 ? 2 : 0;
+}
 
 // What other CTAs have written, or added up, in the same kernel.
 __device__ __forceinline__ u32 load_fresh(const u32* p) { return *(const volatile u32*)p; }
@@ -82,6 +88,10 @@ __device__ __forceinline__ bool is_last(Search& search, u32 num, u32* shared) {
     __syncthreads();
     fence();
     return *shared != 0;
+}
+
+__device__ __forceinline__ u32 key_of(const Select& c, u32 r, u32 q, bool is_overdue) {
+    return sort_key(c.square ? residual_score(with_bits(r), with_bits(q)) : with_bits(r), is_overdue);
 }
 
 // Four neighbours of a lane as they lie in memory, so that none of its loads waits for another.
@@ -118,19 +128,19 @@ struct Four {
                 last[e / 2] |= raw << 16 * (e % 2);
         }
     }
+    __device__ __forceinline__ bool is_overdue(const Select& c, u32 e) const {
+        return age_of(c.last_bytes == 4 ? last[e] : last[e / 2] >> 16 * (e % 2), c.last_bytes, c.step) >= c.max_age;
+    }
     __device__ __forceinline__ void keys(const Select& c, u32 (&key)[4]) const {
 #pragma unroll
-        for (u32 e = 0; e < 4; ++e) {
-            const u32 raw = c.last_bytes == 4 ? last[e] : last[e / 2] >> 16 * (e % 2);
-            const float score = c.square ? residual_score(with_bits(r[e]), with_bits(q[e])) : with_bits(r[e]);
-            key[e] = sort_key(score, age_of(raw, c.last_bytes, c.step) >= c.max_age);
-        }
+        for (u32 e = 0; e < 4; ++e) key[e] = key_of(c, r[e], q[e], is_overdue(c, e));
     }
 };
 
-// Calls visit(bits of those that are valid, four keys, place of the first in the tile), as a warp, for the elements of a tile in order.
+// Calls visit(fours, place of the lane's first element in the tile), as a warp, for the elements of a tile in order; the places of a lane's
+// next four are kAtOnce further on.
 template <class Visit>
-__device__ __forceinline__ void tile_keys(const Select& c, const Scratch& s, const Tile& tile, const Visit& visit) {
+__device__ __forceinline__ void tile_fours(const Select& c, const Scratch& s, const Tile& tile, const Visit& visit) {
     const bool is_whole = s.by_fours && tile.skip == 0 && tile.num == kTileElems;
     for (u32 first = 4 * lane_id(); first < tile.num + 4 * lane_id(); first += kAhead * kAtOnce) {
         Four fours[kAhead];
@@ -141,13 +151,21 @@ __device__ __forceinline__ void tile_keys(const Select& c, const Scratch& s, con
 #pragma unroll
             for (u32 j = 0; j < kAhead; ++j) fours[j].load_some(c, tile, first + j * kAtOnce);
         }
+        visit(fours, first);
+    }
+}
+
+// visit(bits of those that are valid, four keys, place of the first in the tile)
+template <class Visit>
+__device__ __forceinline__ void tile_keys(const Select& c, const Scratch& s, const Tile& tile, const Visit& visit) {
+    tile_fours(c, s, tile, [&](const Four(&fours)[kAhead], u32 at) {
 #pragma unroll
         for (u32 j = 0; j < kAhead; ++j) {
             u32 key[4];
             fours[j].keys(c, key);
-            visit(fours[j].valid, key, first + j * kAtOnce);
+            visit(fours[j].valid, key, at + j * kAtOnce);
         }
-    }
+    });
 }
 
 // Of elements that are marked in the lanes' `mine` (bit e: its e-th of four), in order: how many lie before this lane's, and in all.
@@ -185,7 +203,7 @@ struct Lane {
             const u32 notes[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
             for (u32 j = 0; j < 4; ++j)
-                if (i + j < num) visit(((notes[j] >> kLowBits & (kBracket - 1)) + lo) << kLowBits | (notes[j] & kLowMask), notes[j] >> 22);
+                if (i + j < num) visit(((notes[j] >> kLowBits & (kBracket - 1)) + lo) << kLowBits | (notes[j] & kLowMask), notes[j] >> 23);
         }
     }
     // work(tile, its lane), as a warp, for each of the warp's tiles that could not note all its keys.
@@ -195,6 +213,22 @@ struct Lane {
             const u32 lane = (u32)__ffs((int)full) - 1;
             work(tile_of(search, t - lane_id() + lane), lane);
         }
+    }
+};
+
+// Which scores lie below or above a search's bracket so clearly that an approximation of them says so. By whether it is overdue.
+struct Limits {
+    float below, above, overdue_below, overdue_above;
+
+    __device__ __forceinline__ explicit Limits(const Search& search) {
+        constexpr float kSlack = 1e-4f, kSmallest = 1e-30f, kLargest = 3e38f, kAll = -1.0f;
+        const u32 overdue = 1u << (31 - kLowBits), end = search.hi + 1;
+        const float lo = with_bits((search.lo & (overdue - 1)) << kLowBits), hi = with_bits((end & (overdue - 1)) << kLowBits);
+        const float low = lo < kSmallest ? 0.0f : (lo > kLargest ? kLargest : lo) * (1.0f - kSlack);
+        const float high = (hi < kSmallest ? kSmallest : hi) * (1.0f + kSlack);         // NaN: none is clear
+        const float none = with_bits(0x7F800000u);
+        below = search.lo < overdue ? low : none, overdue_below = search.lo < overdue ? 0.0f : low;
+        above = end < overdue ? high : none, overdue_above = end <= overdue ? kAll : end < 2 * overdue ? high : none;
     }
 };
 

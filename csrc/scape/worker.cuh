@@ -15,6 +15,16 @@ __device__ __forceinline__ u32 place_of(u32 j) {
     return kFours ? (threadIdx.x + j / 4 * kThreads) * 4 + j % 4 : threadIdx.x + j * kThreads;
 }
 
+// starts[t]: how many of c.index lie before tile t. A thread for each of them, of which there is at least one.
+__global__ void __launch_bounds__(kThreads) starts_kernel(const Enter c) {
+    const i64 k = (i64)blockIdx.x * kThreads + threadIdx.x;
+    if (k >= c.num_index) return;
+    const auto tile_at = [&](i64 j) { return (load_position(c.index, j, c.index_bytes) - c.first) / kTile; };
+    const i64 own = tile_at(k), num_tiles = (c.num + kTile - 1) / kTile;
+    for (i64 t = k ? tile_at(k - 1) + 1 : 0; t <= own; ++t) c.starts[t] = k;
+    for (i64 t = own + 1; k == c.num_index - 1 && t <= num_tiles; ++t) c.starts[t] = c.num_index;
+}
+
 // A thread's gradients of 2 or 4 bytes, as they lie in memory.
 template <int kDtype>
 struct RawOf {
@@ -41,7 +51,6 @@ struct RawOf {
 template <int kGradient, bool kFours>
 __global__ void __launch_bounds__(kThreads, 4) enter_kernel(const Enter c) {
     __shared__ __align__(16) float tile[kTile];
-    __shared__ i64 range[2];
     constexpr bool kHasGradient = kGradient >= 0;
     const i64 start = (i64)blockIdx.x * kTile, left = c.num - start;
     const u32 num = left < (i64)kTile ? (u32)left : kTile;
@@ -67,13 +76,8 @@ __global__ void __launch_bounds__(kThreads, 4) enter_kernel(const Enter c) {
     constexpr u32 kAhead = 2;
     i64 next = 0, end = 0;
     u32 taken[kAhead];
-    if (c.index) {
-        if (warp_id() < 2) {
-            const i64 found = first_not_below(c.index, c.index_bytes, c.num_index, c.first + start + (warp_id() ? num : 0));
-            if (lane_id() == 0) range[warp_id()] = found;
-        }
-        __syncthreads();
-        next = range[0] + threadIdx.x, end = range[1];
+    if (c.starts) {
+        next = c.starts[blockIdx.x] + threadIdx.x, end = c.starts[blockIdx.x + 1];
 #pragma unroll
         for (u32 j = 0; j < kAhead; ++j)
             taken[j] = next + j * kThreads < end ? (u32)(load_position(c.index, next + j * kThreads, c.index_bytes) - c.first - start) : 0;
@@ -107,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, 4) enter_kernel(const Enter c) {
             }
         }
     }
-    if (c.index) {
+    if (c.starts) {
 #pragma unroll
         for (u32 j = 0; j < kPerThread; ++j) tile[place_of<kFours>(j)] = r[j];
         __syncthreads();
@@ -119,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, 4) enter_kernel(const Enter c) {
         __syncthreads();
 #pragma unroll
         for (u32 j = 0; j < kPerThread; ++j) r[j] = tile[place_of<kFours>(j)];
-    } else if (c.values) {
+    } else if (c.values && !c.index) {
 #pragma unroll
         for (u32 j = 0; j < kPerThread; ++j) {
             const u32 i = place_of<kFours>(j);
@@ -185,9 +189,8 @@ template <bool kDecay, u32 kPer>
 __global__ void __launch_bounds__(kThreads) owner_kernel(const Owner c) {
     const i64 start = (i64)blockIdx.x * kThreads * kPer + threadIdx.x;
     i64 at[kPer];
-    float w[kPer], m[kPer], mean[kPer], decay[kPer];
+    float w[kPer], m[kPer], mean[kPer];
     u32 last[kPer];
-    Coefficients by_age[kPer];
 #pragma unroll
     for (u32 j = 0; j < kPer; ++j) {
         const i64 i = start + j * kThreads;
@@ -199,18 +202,13 @@ __global__ void __launch_bounds__(kThreads) owner_kernel(const Owner c) {
             w[j] = c.weight[at[j]], m[j] = c.momentum[at[j]], last[j] = load_last(c.last_sync, at[j], c.last_bytes);
 #pragma unroll
     for (u32 j = 0; j < kPer; ++j) {
-        if (start + j * kThreads >= c.num) continue;
+        const i64 i = start + j * kThreads;
+        if (i >= c.num) continue;
         const int age = age_of(last[j], c.last_bytes, c.step - 1) + 1;          // at least 1
         const int oldest = (int)c.num_tables - 1, longest = (int)c.num_decay - 1;
         const int a = c.catch_up ? (age < oldest ? age : oldest) : 1;
-        by_age[j] = {c.kept[a], c.taken[a], c.moved[a], c.gradient_moved[a], (float)a};
-        decay[j] = kDecay ? c.decay[age < longest ? age : longest] : 1.0f;
-    }
-#pragma unroll
-    for (u32 j = 0; j < kPer; ++j) {
-        const i64 i = start + j * kThreads;
-        if (i >= c.num) continue;
-        catch_up<kDecay>(w[j], m[j], mean[j], by_age[j], decay[j], c.numbers);
+        const Coefficients by_age = {c.kept[a], c.taken[a], c.moved[a], c.gradient_moved[a], (float)a};
+        catch_up<kDecay>(w[j], m[j], mean[j], by_age, kDecay ? c.decay[age < longest ? age : longest] : 1.0f, c.numbers);
         c.weight[at[j]] = w[j];
         c.momentum[at[j]] = m[j];
         if (c.last_bytes == 4)

@@ -21,7 +21,7 @@ class Numbers(ctypes.Structure):
 
 
 class Enter(ctypes.Structure):
-    _fields_ = [*((name, _PTR) for name in ("residual", "gradient", "index", "values", "square")),
+    _fields_ = [*((name, _PTR) for name in ("residual", "gradient", "index", "values", "square", "starts")),
                 *((name, _I64) for name in ("num", "num_index", "first", "own_start", "own_num")),
                 *((name, _I32) for name in ("gradient_dtype", "values_dtype", "index_bytes")),
                 *((name, _FLOAT) for name in ("factor", "beta2", "rest2"))]
@@ -51,8 +51,9 @@ class Scratch(ctypes.Structure):
                 *((name, _I64) for name in ("num_tiles", "num_groups", "by_fours"))]
 
 
-def enter(residual, gradient, factor, index, values, first, square, own_start, beta2) -> Enter:
-    return Enter(_address(residual), _address(gradient), _address(index), _address(values), _address(square), residual.numel(),
+def enter(residual, gradient, factor, index, values, first, square, own_start, beta2, starts=None) -> Enter:
+    tensors = (residual, gradient, index, values, square, starts)
+    return Enter(*map(_address, tensors), residual.numel(),
                  0 if index is None else index.numel(), first, own_start, 0 if square is None else square.numel(),
                  0 if gradient is None else DTYPE[gradient.dtype], 0 if values is None else DTYPE[values.dtype], index_bytes(index),
                  factor, beta2, 1 - beta2)

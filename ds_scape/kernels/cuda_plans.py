@@ -11,6 +11,9 @@ from ds_scape.kernels.impl_reference import BLOCK
 #: 8 bytes of a Search.
 TILE, MAX_NOTES, GROUP, HISTOGRAM, SEARCH_WORDS = 512, 64, 256, 8192, 10
 
+#: As in csrc/scape/worker.cuh: elements of the residual that a CTA works on.
+ENTER_TILE = 4096
+
 
 class SelectPlan(NamedTuple):
     """Tensors are on the device."""

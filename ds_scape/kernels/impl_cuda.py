@@ -101,7 +101,10 @@ class CudaKernels:
 
     # --- a worker's residual, the owner's steps -----------------------------------------------------------------------------------------
     def enter(self, residual, gradient, factor, index, values, first, square, own_start, beta2):
-        structure = c.enter(residual, gradient, factor, index, values, first, square, own_start, beta2)
+        starts = None
+        if gradient is not None and index is not None and index.numel():
+            starts = torch.empty(-(-residual.numel() // plans.ENTER_TILE) + 1, dtype=torch.int64, device=residual.device)
+        structure = c.enter(residual, gradient, factor, index, values, first, square, own_start, beta2, starts)
         self._call("enter", residual.device, ctypes.byref(structure))
 
     def track_square(self, square, gradient, factor, beta2):

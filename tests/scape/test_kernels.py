@@ -59,6 +59,14 @@ def test_enter(kernels, gradient_dtype, wire, share):
         cases.check_enter(kernels, 20000, gradient_dtype=gradient_dtype, wire=wire, share=share, own=own, seed=len(str(own)), offset=8)
 
 
+@pytest.mark.parametrize("start, stop", [(0, 1), (9000, 9050), (4095, 4097), (19_999, 20_000)])
+def test_enter_where_what_is_taken_lies_together(kernels, start, stop):
+    tensors = {"residual": cases.plain(20_000, 1), "gradient": cases.plain(20_000, 2, BF16), "index": torch.arange(start, stop),
+               "values": torch.zeros(stop - start, dtype=BF16)}
+    cases.compare(kernels, "enter", tensors, lambda f, residual, gradient, index, values: f(
+        residual, gradient, 0.3, index, values, 0, None, 0, 0.95), offset=8)
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 def test_track_square(kernels, dtype):
     for i, n in enumerate(SIZES):
@@ -99,6 +107,18 @@ def test_select(kernels, kind):
             r, q = (torch.randint(-1 << 31, 1 << 31, (n,), generator=cases.rng(i)).to(torch.int32).view(FP32) for i in (i, i + 50))
         for overdue, offset in ((0.0, i % 4), (0.03, 0), (1.0, 8)):         # aligned ones are read by fours
             cases.check_select(kernels, r, q, random_segments(n, i), overdue=overdue, seed=i, offset=offset)
+
+
+@pytest.mark.parametrize("middle", [1.0, 1.0625, 2.0 ** 100, 2.0 ** -99, 2.0 ** -140])
+@pytest.mark.parametrize("normalised", [True, False])
+def test_select_where_scores_lie_close_to_the_end_of_a_digit(kernels, middle, normalised):
+    """What the CUDA kernels know of most scores is an approximation."""
+    n = 6000
+    r = torch.tensor(middle) * (1 + (torch.rand(n, generator=cases.rng(1)) - 0.5) * 1e-4) * torch.where(torch.arange(n) % 3 == 0, 1, -1)
+    q, r = (torch.full((n,), 4.0), 2 * r) if normalised else (None, r.abs())
+    for i, count in enumerate((20, 2000, 2985, 3015, 4000, n - 20)):
+        for overdue in (0.0, 0.6):
+            cases.check_select(kernels, r, q, (Segment(0, n, count),), overdue=overdue, seed=i, offset=4 * (i % 2))
 
 
 @pytest.mark.parametrize("num_equal", [63, 64, 65])

@@ -57,8 +57,8 @@ class ZipcclConfig(BaseModel):
     the parameters change. Costs memory for the frames of this rank's shards, about 1.5 bytes per parameter and rank."""
 
     max_cache_bytes: int = Field(1 << 32, ge=0, le=1 << 44)
-    """``cache_params``: upper bound of the kept frames of a process, in bytes; shards beyond it travel as they are, without
-    frames."""
+    """``cache_params``: upper bound of the kept frames of a process, in bytes; shards beyond it travel as they are, one-sided encoded on
+    the way."""
 
     transport: Literal["adaptive", "process_group", "symmetric_memory"] = "process_group"
     """How frames travel. "process_group": by the group's own collectives; "symmetric_memory": one-sided over NVLink where all ranks of a

@@ -6,7 +6,6 @@ subclass of what it was. Source of the seam: deepspeed/comm/comm.py (module glob
 """
 import functools
 
-import torch
 import torch.distributed as dist
 from deepspeed.comm import comm as deepspeed_comm
 from deepspeed.comm.torch import disable_compiler_collective
@@ -37,8 +36,8 @@ class ZippedCollectives(NativeCollectives):
             self.zipccl.native(op, "zips_itself", 0)
             return native()
         in_place = data is output
-        output = _detached(output)
-        work = front.run(self.zipccl, Call(op, output, output if in_place else _detached(data), pg, **fields))
+        output = front.detached(output)
+        work = front.run(self.zipccl, Call(op, output, output if in_place else front.detached(data), pg, **fields))
         if work is None:
             return native()
         if async_op:
@@ -102,10 +101,6 @@ class ZippedCollectives(NativeCollectives):
             super().destroy_process_group(group=group)
             if everything:
                 _restore(self)
-
-
-def _detached(tensors):
-    return tensors.detach() if isinstance(tensors, torch.Tensor) else tuple(t.detach() for t in tensors)
 
 
 def _group_rank(group, src: int) -> int | None:

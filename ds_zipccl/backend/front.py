@@ -3,6 +3,7 @@
 A front makes a ``Call`` of what its host framework was asked for and hands it to ``run``. Everything else it counts with
 ``count_native``.
 """
+import torch
 import torch.distributed as dist
 
 from ds_zipccl.backend.policy import reason_for_native
@@ -22,6 +23,13 @@ def run(runtime: Runtime, call: Call) -> dist.Work | None:
         count_native(runtime, call.op, call.group, lambda world: 0, "shape")
         return None
     return runtime.run(call, lambda: reason_for_native(runtime.config, SPECS[call.op], call))
+
+
+def detached(tensors):
+    """A tensor, or a tuple of those of a list, as a ``Call`` has them."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors.detach() if tensors.requires_grad else tensors           # which costs as much as the rest of a native call
+    return tuple([t.detach() for t in tensors])
 
 
 def count_native(runtime: Runtime, op: str, group: dist.ProcessGroup | None, num_bytes=None, reason: str = "not_zipped") -> None:

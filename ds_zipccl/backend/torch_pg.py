@@ -72,8 +72,8 @@ class ZipProcessGroup(ProcessGroup):
         output, data = asked.output, asked.input
         if output is None or asked.op not in self._specs or not (_is_plain(output) and _is_plain(data)):
             return None
-        in_place, output = data is output, _detached(output)
-        return Call(asked.op, output, output if in_place else _detached(data), self._inner, **asked.fields)
+        in_place, output = data is output, front.detached(output)
+        return Call(asked.op, output, output if in_place else front.detached(data), self._inner, **asked.fields)
 
     def _forward(self, method: str, *args, **kwargs) -> dist.Work:
         """Point to point: nothing to compress, and not every rank takes part, so nothing may be settled here."""
@@ -132,10 +132,6 @@ def _native_backends(options, native_options):
 def _is_plain(tensors) -> bool:
     """Fake tensors and other subclasses have no bytes of their own to encode."""
     return all(map(_is_plain, tensors)) if isinstance(tensors, tuple) else type(tensors) in _PLAIN
-
-
-def _detached(tensors):
-    return tuple(tensor.detach() for tensor in tensors) if isinstance(tensors, tuple) else tensors.detach()
 
 
 def _method(name: str, body):

@@ -1,6 +1,6 @@
-// What a zipped call queues on a GPU beside its payload, by two calls of the host's: before the payload is launched and after it. Knows
-// neither CUDA's headers nor torch: functions come as addresses, the codec's (codec.cu) and the driver's; streams and events as handles.
-// What is the same for every call of a kind is in its Plan, which the caller keeps; a call brings the addresses of its tensors alone.
+// What a zipped call queues on a GPU, but for its payload, by three calls of the host's: before the payload is launched (what can wait is not
+// in it), beside it and behind it. Knows neither CUDA's headers nor torch: functions come as addresses, the codec's (codec.cu) and the
+// driver's; streams and events as handles. What is the same for every call of a kind is in its Plan, which the caller keeps; a call brings the addresses of its tensors alone.
 //
 // launch_calls.py repeats the structs. Functions return 0, a cudaError_t of the codec's or a CUresult of the driver's; none waits.
 #ifndef ZIPCCL_LAUNCH_H
@@ -54,9 +54,8 @@ struct Plan {
 
 extern "C" {
 
-// Encodes on the caller's stream; a plan with one encode puts `stamp` << 32 | status at `mail` (null: nowhere). Copies this rank's piece,
-// unless it lies there, beside the payload.
-int zipccl_launch_begin(const Plan* p, const u8* x, u8* out, void* mail, u32 stamp) {
+// Encodes on the caller's stream; a plan with one encode puts `stamp` << 32 | status at `mail` (null: nowhere).
+int zipccl_launch_begin(const Plan* p, const u8* x, void* mail, u32 stamp) {
     const Functions& f = *p->functions;
     for (i64 i = 0; i < p->num_encodes; i++) {
         const Step& s = p->encodes[i];
@@ -64,6 +63,13 @@ int zipccl_launch_begin(const Plan* p, const u8* x, u8* out, void* mail, u32 sta
                                   mail, stamp, p->stream);
         if (code) return code;
     }
+    return 0;
+}
+
+// Copies this rank's piece, unless it lies there. With nothing queued on the caller's stream since `begin` but the payload, whose stream is
+// another one; before the decode stream waits for that.
+int zipccl_launch_beside(const Plan* p, const u8* x, u8* out) {
+    const Functions& f = *p->functions;
     const u8* from = x + p->copy_from;
     u8* to = out + p->copy_to;
     if (!p->copy_bytes || from == to) return 0;

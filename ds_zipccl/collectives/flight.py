@@ -136,12 +136,14 @@ class Flight:
         if not plan.suits(x, out):
             return False
         posted = self.post_words()
-        plan.begin(x, out, *(posted or NO_MAIL))
+        plan.begin(x, *(posted or NO_MAIL))
         if posted is None:
             self.send_words()
         work = self.payload_work = self.send(call)
         if posted is None:
             self.words.fetch()
+        if plan.copies:
+            plan.beside(x, out)
         self.is_early = self._goes_by_plan = True
         with streams.On(launch.state.decode_stream):
             work.wait()

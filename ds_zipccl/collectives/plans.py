@@ -1,4 +1,4 @@
-"""What a flight's calls queue on a GPU beside their payload, prepared so that two calls of C do it (kernels/launch_calls.py)."""
+"""What a flight's calls queue on a GPU but for their payload, prepared so that few calls of C do it (kernels/launch_calls.py)."""
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,7 +38,8 @@ class Recipe:
 
 class Plan:
     """A recipe for tensors of known sizes on the current stream. ``encoded``, ``filled``: marks, the second of the flight's."""
-    __slots__ = ("begin", "join", "end", "fills", "decode_stream", "_anywhere", "_place", "_x_bytes", "_out_bytes", "_kept")
+    __slots__ = ("begin", "beside", "end", "join", "fills", "copies",
+                 "decode_stream", "_anywhere", "_place", "_x_bytes", "_out_bytes", "_kept")
 
     def __init__(self, recipe: Recipe, launcher, x: torch.Tensor, out: torch.Tensor, status: torch.Tensor, decode_stream: torch.cuda.Stream,
                  filled: streams.Mark):
@@ -49,7 +50,8 @@ class Plan:
         decodes = [_step(rows, unread, recipe.sums) for rows in recipe.decodes or ()]
         plan = launcher.launch_calls.plan(encodes, decodes, tuple(item * each for each in recipe.copy), words and launcher.workspace(
             index, stream, words), stream, decode_stream.cuda_stream, encoded.handle, filled.handle)
-        self.begin, self.end, self.join = plan.begin, plan.end, plan.join
+        self.begin, self.beside, self.end, self.join = plan.begin, plan.beside, plan.end, plan.join
+        self.copies = recipe.copy[2] > 0
         self.fills, self.decode_stream = recipe.decodes is not None, decode_stream.cuda_stream
         self._anywhere, self._place = recipe.anywhere, item * recipe.copy[1] if recipe.own_in_place else None
         self._x_bytes, self._out_bytes, self._kept = x.nbytes, out.nbytes, (recipe, encoded, status)

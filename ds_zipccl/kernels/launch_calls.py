@@ -1,4 +1,5 @@
-"""The C interface of csrc/zipccl/launch.h, through ctypes: what a zipped call queues beside its payload, by two calls. Knows no group.
+"""The C interface of csrc/zipccl/launch.h, through ctypes: what a zipped call queues but for its payload, by three calls.
+Knows no group.
 
 Addresses are of device memory, streams and events handles of the driver's.
 """
@@ -48,8 +49,11 @@ class LaunchCalls:
     def __init__(self, library: ctypes.CDLL, *functions):
         self._functions = functions                 # kept
         self._table = (_P * len(functions))(*[ctypes.cast(function, _P) for function in functions])
-        self.begin, self.end, self.join = library.zipccl_launch_begin, library.zipccl_launch_end, library.zipccl_launch_join
-        self.begin.argtypes, self.end.argtypes, self.join.argtypes = (_P, _P, _P, _P, ctypes.c_uint32), (_P, _P, _P), (_P, _P)
+        for name, arguments in (("begin", (_P, _P, _P, ctypes.c_uint32)), ("beside", (_P, _P, _P)), ("end", (_P, _P, _P)),
+                                ("join", (_P, _P))):
+            function = getattr(library, f"zipccl_launch_{name}")
+            function.argtypes, function.restype = arguments, ctypes.c_int
+            setattr(self, name, function)
 
     def plan(self, encodes: list[_Step], decodes: list[_Step], copy: tuple[int, int, int], workspace: int, stream: int, decode_stream: int,
              encoded: int, filled: int) -> "Plan":
@@ -60,17 +64,23 @@ class LaunchCalls:
 
 class Plan:
     """What calls of one kind queue. Raises KernelError when CUDA refuses something."""
-    __slots__ = ("_begin", "_end", "_join", "_address", "_kept")
+    __slots__ = ("_begin", "_beside", "_end", "_join", "_address", "_kept")
 
     def __init__(self, calls: LaunchCalls, encodes, decodes, rest: tuple):
         lists = [(_Step * len(steps))(*steps) for steps in (encodes, decodes)]
         plan = _Plan(calls._table, *lists, len(encodes), len(decodes), *rest)
-        self._begin, self._end, self._join = calls.begin, calls.end, calls.join
+        self._begin, self._beside, self._end, self._join = calls.begin, calls.beside, calls.end, calls.join
         self._address, self._kept = ctypes.addressof(plan), (calls, plan, lists)
 
-    def begin(self, x: int, out: int, mail: int, stamp: int) -> None:
+    def begin(self, x: int, mail: int, stamp: int) -> None:
         """Before the payload; ``x``, ``out``: the tensors' addresses. ``mail``: where ``stamp`` << 32 | the status goes; 0: nowhere."""
-        code = self._begin(self._address, x, out, mail, stamp)
+        code = self._begin(self._address, x, mail, stamp)
+        if code:
+            _refused(code)
+
+    def beside(self, x: int, out: int) -> None:
+        """When the payload is launched, with nothing else queued on the caller's stream since ``begin``."""
+        code = self._beside(self._address, x, out)
         if code:
             _refused(code)
 

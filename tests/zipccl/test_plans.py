@@ -64,8 +64,12 @@ class Rank:
         self.plan = Plan(recipe, gpu.launcher, x, out, self.status, SimpleNamespace(cuda_stream=DECODES), SimpleNamespace(handle=88))
 
     def begin(self, stamp=1 << 31 | 5):
-        self.plan.begin(self.x.data_ptr(), self.out.data_ptr(), self.mail[1:].data_ptr(), stamp)
+        self.plan.begin(self.x.data_ptr(), self.mail[1:].data_ptr(), stamp)
         return [value % (1 << 64) for value in self.mail.tolist()] == [5, stamp << 32 | int(self.status), 5]
+
+    def beside(self):
+        self.plan.beside(self.x.data_ptr(), self.out.data_ptr())
+        return self.out
 
     def end(self):
         self.plan.end(self.x.data_ptr(), self.out.data_ptr())
@@ -98,7 +102,8 @@ def test_all_gather(gpu, in_place):
                 ranks.append((Rank(gpu, recipe, out[rank] if in_place else data(0, N), out), frames))
             ranks[rank][0].x.copy_(data(10 * turn + rank, N))
             gpu.log.clear()
-            assert ranks[rank][0].begin() and same(ranks[rank][0].out[rank], data(10 * turn + rank, N))
+            assert ranks[rank][0].begin() and gpu.log == []
+            assert same(ranks[rank][0].beside()[rank], data(10 * turn + rank, N))
             assert gpu.log == ([] if in_place else [("record", 77, STREAM), ("wait", DECODES, 77), ("copy", 2 * N, DECODES)])
         for rank, (one, frames) in enumerate(ranks):
             for peer, (_, theirs) in enumerate(ranks):
@@ -132,7 +137,8 @@ def test_all_to_all_of_unequal_runs(gpu):
     rows = [Rows(codec(), frames[0], offset=0), Rows(codec(), frames[1], offset=N + own)]
     back = [Rows(codec(), frames[0], offset=own), Rows(codec(), frames[1], offset=own + N)]
     one = Rank(gpu, Recipe(rows, back, copy=(N, 0, own)), x, torch.zeros_like(x))
-    one.plan.begin(one.x.data_ptr(), one.out.data_ptr(), 0, 0)
+    one.plan.begin(one.x.data_ptr(), 0, 0)
+    one.beside()
     assert same(one.end(), torch.cat([x[N:N + own], x[:N], x[N + own:]])) and one.mail.tolist() == [5, 5, 5]
 
 
@@ -171,4 +177,4 @@ def test_what_cuda_refuses_is_said(gpu):
     one = Rank(gpu, Recipe([Rows(codec(), frames)], [], copy=(0, 0, N)), x, torch.zeros_like(x))
     gpu.refuse = 700
     with pytest.raises(KernelError, match="700"):
-        one.begin()
+        one.beside()

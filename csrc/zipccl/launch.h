@@ -1,6 +1,7 @@
 // What a zipped call queues on a GPU, but for its payload, by three calls of the host's: before the payload is launched (what can wait is not
 // in it), beside it and behind it. Knows neither CUDA's headers nor torch: functions come as addresses, the codec's (codec.cu) and the
-// driver's; streams and events as handles. What is the same for every call of a kind is in its Plan, which the caller keeps; a call brings the addresses of its tensors alone.
+// driver's; streams and events as handles. What is the same for every call of a kind is in its Plan, which the caller keeps; a call brings
+// the addresses of its tensors alone.
 //
 // launch_calls.py repeats the structs. Functions return 0, a cudaError_t of the codec's or a CUresult of the driver's; none waits.
 #ifndef ZIPCCL_LAUNCH_H
@@ -83,8 +84,8 @@ int zipccl_launch_end(const Plan* p, const u8* x, u8* out) {
     const Functions& f = *p->functions;
     for (i64 i = 0; i < p->num_decodes; i++) {
         const Step& s = p->decodes[i];
-        const int code = s.is_sum ? f.decode_reduce(s.geometry, s.frames, s.frame_stride, s.num_rows, x + s.from, s.skip, out + s.to, s.word,
-                                                    p->decode_stream)
+        const int code = s.is_sum ? f.decode_reduce(s.geometry, s.frames, s.frame_stride, s.num_rows, x + s.from, s.skip, out + s.to,
+                                                    s.word, p->decode_stream)
                                   : f.decode(s.geometry, s.frames, s.frame_stride, out + s.to, s.row_stride, s.num_rows, s.skip, s.word,
                                              p->decode_stream);
         if (code) return code;

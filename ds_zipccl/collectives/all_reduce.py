@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from ds_zipccl.codec.codec import Codec
 from ds_zipccl.collectives import streams
-from ds_zipccl.collectives.flight import Flight, observe
+from ds_zipccl.collectives.flight import NO_MAIL, Flight, observe
 from ds_zipccl.collectives.launch import STATUS_BYTES, Launch, frames_bytes
-from ds_zipccl.collectives.plans import Recipe, Rows
+from ds_zipccl.collectives.plans import Plan, Recipe, Rows
 from ds_zipccl.collectives.reduce_scatter import FIRST_SPILL, summable, summing
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
 from ds_zipccl.collectives.transport import all_but, all_gather_bytes, all_to_all_bytes
@@ -61,6 +61,9 @@ class _Reduction(Flight):
         self._parts = self._sums_work = self._raw = self._failure = None
         if self._padded is None:
             self.recipe = Recipe([Rows(codec, sent, call.rank)], None, anywhere=True)
+            own = Rows(sums_codec, sums_frames[call.rank:call.rank + 1])
+            self._sums_recipe = Recipe([own], [Rows(sums_codec, sums_frames, call.rank)], copy=(0, call.rank * numel, numel))
+        self._sums_plan: Plan | None = None
         self.wire_bytes = (codec.frame_bytes + sums_codec.frame_bytes + 2 * STATUS_BYTES) * (world_size - 1)
 
     def prepare(self, call: Call) -> None:
@@ -87,7 +90,18 @@ class _Reduction(Flight):
     def queue_early(self, call: Call) -> None:
         """The second phase. The output, which is the input, waits until the first is known to have gone well."""
         self._sum(self._parts, self._sums)
-        self._gather_sums()
+        if not self._goes_by_plan:
+            self._gather_sums()
+            return
+        plan, launch = self._sums_plan, self.launch
+        if plan is None:
+            plan = self._sums_plan = Plan(self._sums_recipe, launch.launcher, self._sums, call.output, self._sums_status,
+                                          launch.state.decode_stream, self.filled)
+        posted = launch.side.post_to_all(self._sums_words)
+        plan.begin(self._sums.data_ptr(), *(posted or NO_MAIL))
+        self._sums_work = launch.bulk.all_gather(self._frames, self._own)
+        if posted is None:
+            self._tell_of_sums()
 
     def _gather_sums(self, failure: ZipScapeError | None = None) -> None:
         """``failure``: why there are none; the others must hear of it, not wait for this rank's."""
@@ -100,6 +114,9 @@ class _Reduction(Flight):
             self._sums_status.fill_(FAILED)
         self._failure = failure
         self._sums_work = self.launch.bulk.all_gather(self._frames, self._own)
+        self._tell_of_sums()
+
+    def _tell_of_sums(self) -> None:
         self._sums_words.exchange(self.launch.side.gather_words, self._sums_status)
         self._sums_words.fetch()
 
@@ -121,9 +138,13 @@ class _Reduction(Flight):
             except ZipScapeError as error:
                 failure = error
             self._gather_sums(failure)
+        by_plan = self.is_early and self._goes_by_plan
         with streams.On(launch.state.decode_stream if self.is_early else None):
-            flat(self._rows(call))[self.rank * self._numel:(self.rank + 1) * self._numel].copy_(self._sums)
-            if self.is_early:
+            if by_plan:
+                self._fill_by_plan(call)
+            else:
+                flat(self._rows(call))[self.rank * self._numel:(self.rank + 1) * self._numel].copy_(self._sums)
+            if self.is_early and not by_plan:
                 self._fill_from_sums(call)
                 self.filled.set()
         self._sums_words.wait()
@@ -152,6 +173,13 @@ class _Reduction(Flight):
         self._decode_sums(rows)
         if rows is not call.output:
             flat(call.output).copy_(rows[:call.output.numel()])
+
+    def _fill_by_plan(self, call: Call) -> None:
+        """All of it, marked as ``filled``."""
+        sums, out = self._sums.data_ptr(), call.output.data_ptr()
+        self._sums_plan.beside(sums, out)
+        self._sums_work.wait()
+        self._sums_plan.end(sums, out)
 
     def _rows(self, call: Call) -> torch.Tensor:
         """Where all sums come: the output, where they come out even. The parts that lie there are summed by then."""

@@ -15,6 +15,9 @@ if (Path(sys.prefix) / "torch_extensions").is_dir():
 # tests of several threads set their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# TCPStore looks up the name of every client: where answers get lost, it asks again after one second and not after five.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+
 _MPI = Path(__file__).parent / "mpi"
 
 

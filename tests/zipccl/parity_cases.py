@@ -13,6 +13,7 @@ from ds_zipccl.codec import format as fmt
 from ds_zipccl.codec.dtypes import TABLE
 from ds_zipccl.errors import FrameError
 from ds_zipccl.kernels import impl_cpu, impl_reference, impl_triton
+from tests.helpers import interpreted
 from tests.helpers.bits import assert_same_bits
 from tests.helpers.emulated import EmulatedCuda
 from tests.zipccl.codec_cases import data
@@ -44,6 +45,7 @@ def frames_of(writer, x: torch.Tensor, g) -> tuple[torch.Tensor, int]:
 
 
 def main():
+    interpreted.spare_time()
     dtype, level = next(row for row in TABLE if row.name == sys.argv[1]), int(sys.argv[2])
     sets = implementations(Path(sys.argv[3]))
     numel = 1500

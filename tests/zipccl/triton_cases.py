@@ -12,6 +12,7 @@ from ds_zipccl.codec import format as fmt
 from ds_zipccl.codec.dtypes import TABLE
 from ds_zipccl.errors import FrameError
 from ds_zipccl.kernels import impl_reference, impl_triton
+from tests.helpers import interpreted
 from tests.zipccl import window_cases
 
 BITS = {2: torch.int16, 4: torch.int32}
@@ -113,6 +114,7 @@ def check_spills(kernels, dtype, level):
 
 
 def main():
+    interpreted.spare_time()
     dtype, level = next(row for row in TABLE if row.name == sys.argv[1]), int(sys.argv[2])
     kernels = impl_triton.load()
     for case in CASES[level]:

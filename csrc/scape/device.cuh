@@ -35,7 +35,8 @@ __device__ __forceinline__ float float_of(u32 raw, int dtype) {
 __device__ __forceinline__ i64 load_position(const void* index, i64 i, int bytes) {
     return bytes == 4 ? (i64)((const u32*)index)[i] : ((const i64*)index)[i];
 }
-// Of a synchronisation's step, kept in 4 bytes or 2 (calls.h).
+// Of a synchronisation's step, kept in 4 bytes or 2 (calls.h). (Several in a row only where `bytes` is a constant: loads of both kinds into
+// one register wait for each other, though one of them never happens.)
 __device__ __forceinline__ u32 load_last(const void* last_sync, i64 i, int bytes) {
     return bytes == 4 ? ((const u32*)last_sync)[i] : ((const u16*)last_sync)[i];
 }
@@ -43,9 +44,9 @@ __device__ __forceinline__ int age_of(u32 last, int bytes, int step) {
     return bytes == 4 ? step - (int)last : (int)(u16)((u32)step - last);
 }
 
-// About sqrt(x) and 1 / x, to a millionth; denormal x may count as 0. (Emulated they are as far off as they may be.)
+// About sqrt(x) and 1 / x, to a millionth; denormal x count as 0, negative ones too. (Emulated they are as far off as they may be.)
 #ifdef ZIPSCAPE_EMULATE
-__device__ __forceinline__ float about_root(float x) { return root(x) * 1.000001f; }
+__device__ __forceinline__ float about_root(float x) { return (bits_of(x) & 0x7F800000u) ? root(x) * 1.000001f : x * 0.0f; }
 __device__ __forceinline__ float about_inverse(float x) { return 1.000001f / x; }
 #else
 __device__ __forceinline__ float about_root(float x) {

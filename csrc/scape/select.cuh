@@ -39,8 +39,16 @@ __device__ __forceinline__ void sampled_keys(const Select& c, const Search& sear
         if (at >= search.end) continue;
         r[j] = bits_of(c.rank_by[at]);
         if (c.square) q[j] = bits_of(c.square[at]);
-        last[j] = load_last(c.last_sync, at, c.last_bytes);
     }
+    const auto load_lasts = [&](int bytes) {
+#pragma unroll
+        for (u32 j = 0; j < kLines; ++j)
+            if (place(j) < search.end) last[j] = load_last(c.last_sync, place(j), bytes);
+    };
+    if (c.last_bytes == 4)
+        load_lasts(4);
+    else
+        load_lasts(2);
 #pragma unroll
     for (u32 j = 0; j < kLines; ++j)
         visit(j, place(j) < search.end, key_of(c, r[j], q[j], age_of(last[j], c.last_bytes, c.step) >= c.max_age));
@@ -140,7 +148,8 @@ __device__ __forceinline__ u32 clear_ones(const Select& c, const Scratch& s, con
 #pragma unroll
     for (u32 e = 0; e < 4; ++e) {
         const float r = with_bits(four.r[e] & 0x7FFFFFFFu);
-        const float score = c.square ? r * about_inverse(about_root(with_bits(four.q[e])) + kScoreEps) : r;
+        const u32 q = four.q[e] | (u32)((int)four.q[e] >> 31);          // negative ones, whose root is NaN, become NaN
+        const float score = c.square ? r * about_inverse(about_root(with_bits(q)) + kScoreEps) : r;
         const bool is_overdue = four.is_overdue(c, e);
         const bool is_above = score > (is_overdue ? limits.overdue_above : limits.above);
         const bool is_below = score < (is_overdue ? limits.overdue_below : limits.below);
@@ -173,6 +182,7 @@ __global__ void __launch_bounds__(kSelectThreads, 2) choose_kernel(const Select 
                    u32 above = 0;
                    for (i64 t = first + warp_id(); t < stop; t += kSelectWarps) {
                        const Tile tile = tile_of(search, t);
+                       if (t + kSelectWarps < stop) fetch_tile(c, s, tile_of(search, t + kSelectWarps));
                        u32* const notes = s.notes + t * kMaxNotes;
                        u32 num = 0, num_above = 0;         // the latter in four bytes
                        tile_fours(c, s, tile, [&](const Four(&fours)[kAhead], u32 at) {

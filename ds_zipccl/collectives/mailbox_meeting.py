@@ -33,6 +33,7 @@ log = logging.getLogger("ds_zipccl")
 FOLDER, PREFIX = "/dev/shm", "zipccl-words-"
 STALE_S = 60            # who makes a file has it locked long before
 _PROCESS = uuid.uuid4().hex
+_OPENED: set[str] = set()           # files that this process has opened: closing any descriptor of one would end its locks (mailbox.py)
 LAG = int(os.environ.get("ZIPCCL_MAILBOX_LAG", 20))         # for tests. More than calls may be in flight (group_state): nobody waits
 
 #: Why a group's words go through a channel.
@@ -66,6 +67,7 @@ def _make(num_bytes: int) -> tuple[str, int]:
     """A new file with all its memory: (path, descriptor). As long as that is open the file is known to be somebody's."""
     _sweep()
     path = f"{FOLDER}/{PREFIX}{uuid.uuid4().hex}"
+    _OPENED.add(path)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_SH)
@@ -80,8 +82,8 @@ def _make(num_bytes: int) -> tuple[str, int]:
 def _sweep() -> None:
     """Removes what a rank left that was killed before the others had mapped it."""
     for name in os.listdir(FOLDER):
-        if name.startswith(PREFIX):
-            path = f"{FOLDER}/{name}"
+        path = f"{FOLDER}/{name}"
+        if name.startswith(PREFIX) and path not in _OPENED:
             with suppress(OSError), open(path, "rb") as file:           # another user's, or somebody else was faster
                 if time.time() - os.fstat(file.fileno()).st_mtime > STALE_S:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -158,9 +160,10 @@ class Meeting:
         if why_not is None:
             record = {"why_not": None, "host": None}
             try:
+                writer = GpuWriter(self._device) if self._device.type == "cuda" else None
+                _OPENED.add(records[0]["path"])
                 file = os.open(records[0]["path"], os.O_RDWR | os.O_CLOEXEC) if self._file is None else self._file
                 self._file = None
-                writer = GpuWriter(self._device) if self._device.type == "cuda" else None
                 self._candidate = Mailbox(file, self._rank, self._size, self._timeout_s, writer=writer, where=f"group {self._group_name}",
                                           neighbours=[rank for rank, other in enumerate(records) if other["process"] == _process()])
             except Exception as error:              # whatever it is: the other ranks must hear of it

@@ -3,6 +3,8 @@ calls: collective_mailbox_cases.py."""
 import multiprocessing
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -403,6 +405,20 @@ def test_where_one_rank_cannot_none_does(meetings, tmp_path, monkeypatch, what, 
     assert all(meeting.box is None for meeting in ranks) and os.listdir(tmp_path) == []
 
 
+def test_where_the_gpu_cannot_write_no_descriptor_is_left_open(meetings, monkeypatch):
+    def refuse(device):
+        raise OSError("no libcuda.so.1")
+
+    monkeypatch.setattr(mailbox_meeting, "GpuWriter", refuse)
+    ranks, before = meetings(2), len(os.listdir("/proc/self/fd"))
+    for meeting in ranks:
+        meeting._device = torch.device("cuda")
+    for step in ("_say_where", "_map", "_decide"):
+        for meeting in ranks:
+            getattr(meeting, step)()
+    assert [meeting.why_not for meeting in ranks] == ["cannot_map"] * 2 and len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_rank_alone_waits_for_nobody_before_its_first_words_have_come(meetings, tmp_path):
     first = meetings(2)[0]
     words = Words()
@@ -433,11 +449,29 @@ def test_what_a_killed_rank_left_is_removed_and_what_is_in_use_is_not(meetings, 
     for name, age in ((mine, 1000), (f"{mailbox_meeting.PREFIX}left", 1000), (f"{mailbox_meeting.PREFIX}new", 0), ("other", 1000)):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (time.time() - age,) * 2)
+    mailbox_meeting._OPENED.clear()                 # as in another process
     other = meetings(2)[0]
     other.before_gather(Words())
     left = set(os.listdir(tmp_path))
     assert len(left) == 4 and left > {mine, f"{mailbox_meeting.PREFIX}new", "other"}
     for each in (meeting, other):
+        each.end("its group was closed")
+
+
+def test_who_looks_for_what_is_left_does_not_look_dead_to_another_group(meetings, tmp_path):
+    """A process loses its locks on a file when it closes any descriptor of it."""
+    ranks = meetings(2)
+    for step in ("_say_where", "_map"):
+        for meeting in ranks:
+            getattr(meeting, step)()
+    mine, = tmp_path.iterdir()
+    other = meetings(2)[0]
+    other.before_gather(Words())
+    ask = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+b'), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, int(sys.argv[2]))"
+    for rank in range(2):
+        asked = subprocess.run([sys.executable, "-c", ask, str(mine), str(rank)], capture_output=True, text=True, timeout=60)
+        assert "BlockingIOError" in asked.stderr, rank
+    for each in (*ranks, other):
         each.end("its group was closed")
 
 

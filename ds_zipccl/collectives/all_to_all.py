@@ -53,6 +53,8 @@ class _Exchange(Flight):
         super().__init__(call, launch)
         self._sent, self._received, self._resent = sent, received, {}       # by peer: raw bytes in place of an overflowed frame
         self._frames, self._arriving = self._buffers(sent), self._buffers(received)
+        self._classes = [[(peer, piece.capacity) for peer, piece in enumerate(side.pieces) if piece.codec is not None]
+                         for side in (sent, received)]
         counts, counts_in = sent.word_counts, received.word_counts
         self.words = Words(torch.empty(sum(counts) + sum(counts_in), dtype=torch.int32, device=self.device), launch.state)
         own, theirs = self.words.data.split([sum(counts), sum(counts_in)])
@@ -107,8 +109,7 @@ class _Exchange(Flight):
 
     def prepare(self, call: Call) -> None:
         self._resent = {}
-        self._needs = [{peer: piece.capacity.launched() for peer, piece in enumerate(side.pieces) if piece.codec is not None}
-                       for side in (self._sent, self._received)]
+        self._needs = [{peer: capacity.launched() for peer, capacity in side} for side in self._classes]
 
     def encode(self, call: Call) -> None:
         if self._bound:
@@ -196,6 +197,7 @@ class _Rooms:
 
     def __init__(self, spec: CollectiveSpec, call: Call, launch: Launch):
         self.counts, self._launch, self._dtype, self._world_size = numels(call), launch, call.dtype, call.world_size
+        self._costs, self._reasons = None, None
         others = {n for side in self.counts for peer, n in enumerate(side) if peer != call.rank}
         self._raw = {n: pairs.reason_for_raw(n, call.dtype, n * call.world_size, launch.config) for n in others}
         self._classes = [[None if peer == call.rank or self._raw[n] else
@@ -203,8 +205,12 @@ class _Rooms:
                           for peer, n in enumerate(side)] for side, outgoing in zip(self.counts, (True, False), strict=True)]
 
     def reasons(self) -> dict[int, str | None]:
-        """Why pieces of so many elements go raw in this call."""
-        return {n: why or self._launch.slower_pair(self._dtype, n, self._world_size) for n, why in self._raw.items()}
+        """Why pieces of so many elements go raw in this call: found once for the switch's present costs."""
+        costs = self._launch.state.measured("pair", self._dtype).costs
+        if self._reasons is None or costs is not self._costs:
+            self._costs = costs
+            self._reasons = {n: why or self._launch.slower_pair(self._dtype, n, self._world_size) for n, why in self._raw.items()}
+        return self._reasons
 
     def ask(self, reasons: dict[int, str | None]) -> list[list[tuple | None]]:
         """Per side what ``pairs.plan`` wants to know; counts a call of every class that is used."""

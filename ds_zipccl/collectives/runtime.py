@@ -259,7 +259,7 @@ class Runtime:
             self.workspace.drop(lambda flight: flight.launch.trial)
         if way == ONE_SIDED:
             return ONE_SIDED
-        if kind is not None and not spec.pairwise:
+        if kind is not None:
             kind.choice = switch.zipped_again(spec, call, state) if way == ZIPPED else None
         return None if way == ZIPPED or choice == "always" else "native_is_faster"
 

@@ -52,8 +52,24 @@ class Choice(NamedTuple):
         return True
 
 
-def zipped_again(spec: CollectiveSpec, call: Call, state) -> Choice | None:
-    """After ``choose`` said ZIPPED."""
+class PairsChoice(NamedTuple):
+    """The same of an all-to-all that cannot go one-sided: its pieces are decided each by itself."""
+    measured: "Measured"
+    costs: Costs
+
+    def holds(self, reprobe_calls: int) -> bool:
+        measured = self.measured
+        if measured.costs is not self.costs or measured.is_due_next(reprobe_calls):
+            return False
+        measured.num_calls += 1
+        return True
+
+
+def zipped_again(spec: CollectiveSpec, call: Call, state) -> Choice | PairsChoice | None:
+    """After ``choose`` or ``choose_for_pairs`` said ZIPPED."""
+    if spec.pairwise:
+        measured = state.measured("pair", call.dtype)
+        return PairsChoice(measured, measured.costs) if measured.costs.one_sided is None else None
     measured, numel = state.measured(call.op, call.dtype), spec.row_numel(call)
     room, native_bytes = (call.op, call.dtype, numel), None if spec.native_numel is None else spec.native_numel(call) * call.dtype.itemsize
     capacity = state.capacities.get(room)

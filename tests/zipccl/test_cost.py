@@ -198,6 +198,21 @@ def test_what_is_zipped_again_is_decided_as_by_a_rank_that_has_forgotten_it(monk
     assert num_held > 100 and 0 < answers[0].count(NATIVE) < 3000
 
 
+def test_an_all_to_all_that_is_zipped_again_is_counted_and_measured_as_ever():
+    spec, measured = specs()["all_to_all_single"], Measured(costs(10, 20, 10, 40))
+    state, call = SimpleNamespace(measured=lambda op, dtype: measured), SimpleNamespace(dtype=torch.bfloat16)
+    choice, held = switch.zipped_again(spec, call, state), 0
+    while choice.holds(5):
+        held += 1
+    assert held == measured.num_calls == 4              # the fifth measures
+    measured.num_calls += 1
+    assert choice.holds(5) and choice.holds(0)
+    measured.costs = costs(10, 20, 10, 40)
+    assert not choice.holds(0) and measured.num_calls == 7
+    measured.costs = replace(measured.costs, one_sided=measured.costs.zipped)
+    assert switch.zipped_again(spec, call, state) is None
+
+
 def test_ratio_of_frames():
     assert frame_ratio(torch.bfloat16, 1 << 22) == pytest.approx(1.4124, abs=1e-3)
     assert frame_ratio(torch.bfloat16, 1 << 22, 2048) < 1.37

@@ -210,7 +210,9 @@ class Flight:
     def wait(self) -> None:
         if not self.is_early:
             self.payload_work.wait()
-        elif not self._goes_by_plan or not self._plan.join(streams.current(self.device)):
+        # The driver takes the default stream for that of the current device.
+        elif (not self._goes_by_plan or streams.current_device() != self.device.index
+              or not self._plan.join(streams.current(self.device))):
             self.filled.join()
 
     def is_completed(self) -> bool:

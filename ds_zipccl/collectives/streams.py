@@ -53,7 +53,8 @@ def keep(t: torch.Tensor) -> None:
 def copy(target: torch.Tensor, offset: int, source: torch.Tensor) -> None:
     """Dense ``source`` to the elements of dense ``target`` from ``offset`` on, as they lie in memory. On a GPU by one call of the driver:
     torch's views and copies take ten times as long."""
-    driver = _driver() if target.is_cuda and target.device == source.device else None
+    is_here = target.is_cuda and target.device == source.device and target.device.index == current_device()    # where its stream is, too
+    driver = _driver() if is_here else None
     if driver is None:
         place = target.as_strided((source.numel(),), (1,), target.storage_offset() + offset)
         place.copy_(source.as_strided((source.numel(),), (1,), source.storage_offset()))

@@ -15,6 +15,7 @@ from ds_zipccl.codec.format import OVERFLOW_BIT
 from ds_zipccl.collectives import group_state, streams
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.runtime import Runtime
+from ds_zipccl.collectives.streams import copy as copy_elements
 from ds_zipccl.collectives.words import Words
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import loader, ops
@@ -173,8 +174,8 @@ def prepared(gpu, library):
         gpu.events[event].seen = gpu.now(stream or 0)
         return 0
 
-    def wait(stream, event, flags):
-        gpu.order(stream or 0, gpu.events[event].seen)
+    def wait(stream, event, flags):                # no stream: the default one of the device that is current
+        gpu.order(stream or ("another device's" if streams.current_device() else 0), gpu.events[event].seen)
         return 0
 
     def copy(to, source, num_bytes, stream):
@@ -183,7 +184,8 @@ def prepared(gpu, library):
 
     p, i, u = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
     signatures = ((encode, (p, p, i, p, i, i, i, p, p, p, u, p)), (decode, (p, p, i, p, i, i, i, p, p)),
-                  (decode, (p, p, i, i, p, i, p, p, p)), (record, (p, p)), (wait, (p, p, u)), (copy, (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, p)))
+                  (decode, (p, p, i, i, p, i, p, p, p)), (record, (p, p)), (wait, (p, p, u)),
+                  (copy, (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, p)))
     return LaunchCalls(library, *[ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(function) for function, arguments in signatures])
 
 
@@ -305,6 +307,25 @@ def end(gpu, work, stream):
     gpu.current = stream
     work.wait()
     gpu.queue("read")
+
+
+@pytest.mark.parametrize("op", PREPARED)
+def test_who_waits_while_another_device_is_current(gpu, live, monkeypatch, op):
+    """A thread of the user's, as for checkpoints, begins with device 0."""
+    work = begin(gpu, live, op, 7)
+    monkeypatch.setattr(streams, "current_device", lambda: 1)
+    end(gpu, work, 0)
+    assert gpu.all("decode") <= gpu.before(max(gpu.all("read"))) and gpu.all("decode")
+
+
+def test_copies_while_another_device_is_current_go_to_the_tensors_own_one(gpu, monkeypatch):
+    """The driver takes a default stream for that of the current device."""
+    asked, data = [], torch.empty(ROW, dtype=torch.bfloat16, device=GPU)
+    monkeypatch.setattr(streams, "_driver", lambda: lambda *arguments: asked.append(arguments) or 0)
+    for device in (0, 1):
+        monkeypatch.setattr(streams, "current_device", lambda device=device: device)
+        copy_elements(torch.empty_like(data), 0, data)
+    assert len(asked) == len(gpu.all("copy")) == 1
 
 
 @pytest.mark.parametrize("second", [7, 9, 0])

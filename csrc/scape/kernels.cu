@@ -3,6 +3,7 @@
 // Launchers queue on `stream` and return a cudaError_t; they neither allocate nor wait. Structs are read on the host before they return;
 // all other pointers are of device memory.
 #include "mask.cuh"
+#include "norm.cuh"
 #include "select.cuh"
 #include "worker.cuh"
 
@@ -17,6 +18,23 @@ static int enter_of(const Enter& c, cudaStream_t stream) {
         SCAPE_LAUNCH((enter_kernel<kGradient, true>), grid, kThreads, stream, c);
     else
         SCAPE_LAUNCH((enter_kernel<kGradient, false>), grid, kThreads, stream, c);
+    return last_error();
+}
+
+template <class T, int kIndex>
+static int scatter_of(void* target, const void* index, const void* values, i64 num, cudaStream_t stream) {
+    const i64 grid = ceil_div(num, kThreads * kStepPer);
+    SCAPE_LAUNCH((scatter_kernel<T, kIndex>), grid, kThreads, stream, (T*)target, index, (const T*)values, num);
+    return last_error();
+}
+
+template <bool kDecay, u32 kPer>
+static int owner_of(const Owner& c, cudaStream_t stream) {
+    const i64 grid = ceil_div(c.num, kThreads * kPer);
+    if (c.last_bytes == 4)
+        SCAPE_LAUNCH((owner_kernel<kDecay, kPer, 4>), grid, kThreads, stream, c);
+    else
+        SCAPE_LAUNCH((owner_kernel<kDecay, kPer, 2>), grid, kThreads, stream, c);
     return last_error();
 }
 
@@ -44,32 +62,27 @@ int scape_cuda_enter(const Enter* c, cudaStream_t stream) {
 
 int scape_cuda_track_square(const Enter* c, cudaStream_t stream) {
     if (!c->num) return 0;
-    SCAPE_LAUNCH(track_kernel, ceil_div(c->num, kThreads * kStepPer), kThreads, stream, *c);
+    const i64 grid = ceil_div(c->num, kThreads * kStepPer);
+    if (c->gradient_dtype == kFp32)
+        SCAPE_LAUNCH(track_kernel<kFp32>, grid, kThreads, stream, *c);
+    else if (c->gradient_dtype == kBf16)
+        SCAPE_LAUNCH(track_kernel<kBf16>, grid, kThreads, stream, *c);
+    else
+        SCAPE_LAUNCH(track_kernel<kFp16>, grid, kThreads, stream, *c);
     return last_error();
 }
 
 int scape_cuda_scatter(void* target, const void* index, int index_bytes, const void* values, i64 num, int itemsize, cudaStream_t stream) {
     if (!num) return 0;
-    const i64 grid = ceil_div(num, kThreads * kStepPer);
-    if (itemsize == 2)
-        SCAPE_LAUNCH(scatter_kernel<u16>, grid, kThreads, stream, (u16*)target, index, index_bytes, (const u16*)values, num);
-    else
-        SCAPE_LAUNCH(scatter_kernel<u32>, grid, kThreads, stream, (u32*)target, index, index_bytes, (const u32*)values, num);
-    return last_error();
+    const auto work = itemsize == 2 ? (index_bytes == 4 ? scatter_of<u16, 4> : scatter_of<u16, 8>)
+                                    : (index_bytes == 4 ? scatter_of<u32, 4> : scatter_of<u32, 8>);
+    return work(target, index, values, num, stream);
 }
 
 int scape_cuda_owner_step(const Owner* c, cudaStream_t stream) {
     if (!c->num) return 0;
-    const i64 grid = ceil_div(c->num, kThreads * (c->index ? 1 : kStepPer));
-    if (c->index && c->decay)
-        SCAPE_LAUNCH((owner_kernel<true, 1>), grid, kThreads, stream, *c);
-    else if (c->index)
-        SCAPE_LAUNCH((owner_kernel<false, 1>), grid, kThreads, stream, *c);
-    else if (c->decay)
-        SCAPE_LAUNCH((owner_kernel<true, kStepPer>), grid, kThreads, stream, *c);
-    else
-        SCAPE_LAUNCH((owner_kernel<false, kStepPer>), grid, kThreads, stream, *c);
-    return last_error();
+    if (c->index) return c->decay ? owner_of<true, 1>(*c, stream) : owner_of<false, 1>(*c, stream);
+    return c->decay ? owner_of<true, kStepPer>(*c, stream) : owner_of<false, kStepPer>(*c, stream);
 }
 
 int scape_cuda_dense_step(const Dense* c, cudaStream_t stream) {
@@ -79,6 +92,24 @@ int scape_cuda_dense_step(const Dense* c, cudaStream_t stream) {
         SCAPE_LAUNCH(dense_kernel<true>, grid, kThreads, stream, *c);
     else
         SCAPE_LAUNCH(dense_kernel<false>, grid, kThreads, stream, *c);
+    return last_error();
+}
+
+// lanes: 2^19 doubles; the sum is the first one.
+int scape_cuda_sum_of_squares(const void* x, i64 num, int dtype, double* lanes, cudaStream_t stream) {
+    const i64 grid = kLanes / kLanesPer / kThreads;
+    const bool by_eights = is_aligned(x, 16);
+    if (dtype == kFp32)
+        SCAPE_LAUNCH(lanes_kernel<kFp32>, grid, kThreads, stream, x, num, by_eights, lanes);
+    else if (dtype == kBf16)
+        SCAPE_LAUNCH(lanes_kernel<kBf16>, grid, kThreads, stream, x, num, by_eights, lanes);
+    else
+        SCAPE_LAUNCH(lanes_kernel<kFp16>, grid, kThreads, stream, x, num, by_eights, lanes);
+    u32 left = kLanes;
+    for (; left >= kHalved; left /= kHalved)
+        SCAPE_LAUNCH(halve_kernel<kHalved>, ceil_div(left / kHalved, kThreads), kThreads, stream, lanes, left / kHalved);
+    static_assert(kLanes == 8 * kHalved * kHalved * kHalved * kHalved, "");
+    SCAPE_LAUNCH(halve_kernel<8>, 1, kThreads, stream, lanes, 1u);
     return last_error();
 }
 

@@ -63,8 +63,8 @@ __device__ __forceinline__ Tile tile_of(const Search& search, i64 t) {
 
 // Of a tile's 16 lines of 32 elements, how many are sampled: 1, 4 or, where the search is small or is done again, all, as a power of two.
 __device__ __forceinline__ u32 log_sampled(const Search& s) {
-    const i64 numel = s.end - s.start;
-    return s.again || numel < 1 << 14 ? 4 : numel < 1 << 20 ? 2 : 0;
+    const bool is_small = s.end - s.start < 1 << 14;
+    return s.again || is_small ? 4 : s.count < 1 << 12 ? 2 : 0;
 }
 
 // What other CTAs have written, or added up, in the same kernel.
@@ -103,7 +103,9 @@ struct Four {
         valid = 15;
         load_four(r, c.rank_by + at);
         if (c.square) load_four(q, c.square + at);
-        if (c.last_bytes == 4) {
+    }
+    __device__ __forceinline__ void load_lasts(const Select& c, i64 at, int bytes) {
+        if (bytes == 4) {
             load_four(last, (const u32*)c.last_sync + at);
         } else {
             const uint2 two = *(const uint2*)((const u16*)c.last_sync + at);
@@ -137,6 +139,22 @@ struct Four {
     }
 };
 
+// Asks for a whole tile that is looked at soon to be brought nearer.
+__device__ __forceinline__ void fetch_tile(const Select& c, const Scratch& s, const Tile& tile) {
+    if (!s.by_fours || tile.skip || tile.num < kTileElems || lane_id() > 2) return;
+    const u8* from = (const u8*)c.rank_by + 4 * tile.start;
+    u32 bytes = 4 * kTileElems;
+    if (lane_id() == 1) {
+        if (!c.square) return;
+        from = (const u8*)c.square + 4 * tile.start;
+    } else if (lane_id() == 2) {
+        from = (const u8*)c.last_sync + c.last_bytes * tile.start, bytes = c.last_bytes * kTileElems;
+        const u32 off = (u32)(u64)from % 16;            // 8, where they have two bytes
+        if (off) from += 16 - off, bytes -= 16;
+    }
+    fetch_to_l2(from, bytes);
+}
+
 // Calls visit(fours, place of the lane's first element in the tile), as a warp, for the elements of a tile in order; the places of a lane's
 // next four are kAtOnce further on.
 template <class Visit>
@@ -147,6 +165,13 @@ __device__ __forceinline__ void tile_fours(const Select& c, const Scratch& s, co
         if (is_whole) {
 #pragma unroll
             for (u32 j = 0; j < kAhead; ++j) fours[j].load(c, tile.start + first + j * kAtOnce);
+            if (c.last_bytes == 4) {
+#pragma unroll
+                for (u32 j = 0; j < kAhead; ++j) fours[j].load_lasts(c, tile.start + first + j * kAtOnce, 4);
+            } else {
+#pragma unroll
+                for (u32 j = 0; j < kAhead; ++j) fours[j].load_lasts(c, tile.start + first + j * kAtOnce, 2);
+            }
         } else {
 #pragma unroll
             for (u32 j = 0; j < kAhead; ++j) fours[j].load_some(c, tile, first + j * kAtOnce);

@@ -150,6 +150,7 @@ __global__ void __launch_bounds__(kThreads) take_kernel(const Enter c) {
     *r = minus(*r, store_float(c.values, k, *r, c.values_dtype));
 }
 
+template <int kDtype>
 __global__ void __launch_bounds__(kThreads) track_kernel(const Enter c) {
     const i64 start = (i64)blockIdx.x * kThreads * kStepPer + threadIdx.x;
     u32 raw[kStepPer];
@@ -157,35 +158,36 @@ __global__ void __launch_bounds__(kThreads) track_kernel(const Enter c) {
 #pragma unroll
     for (u32 j = 0; j < kStepPer; ++j) {
         const i64 i = start + j * kThreads;
-        if (i < c.num) raw[j] = load_raw(c.gradient, i, c.gradient_dtype), q[j] = c.square[i];
+        if (i < c.num) raw[j] = load_raw(c.gradient, i, kDtype), q[j] = c.square[i];
     }
 #pragma unroll
     for (u32 j = 0; j < kStepPer; ++j) {
         const i64 i = start + j * kThreads;
         if (i >= c.num) continue;
-        float g = float_of(raw[j], c.gradient_dtype);
+        float g = float_of(raw[j], kDtype);
         if (c.factor != 1.0f) g = times(g, c.factor);
         c.square[i] = tracked_square(q[j], g, c.beta2, c.rest2);
     }
 }
 
-template <class T>
-__global__ void __launch_bounds__(kThreads) scatter_kernel(T* target, const void* index, int index_bytes, const T* values, i64 num) {
+template <class T, int kIndex>
+__global__ void __launch_bounds__(kThreads) scatter_kernel(T* target, const void* index, const T* values, i64 num) {
     const i64 start = (i64)blockIdx.x * kThreads * kStepPer + threadIdx.x;
     i64 at[kStepPer];
     T value[kStepPer];
 #pragma unroll
     for (u32 j = 0; j < kStepPer; ++j) {
         const i64 i = start + j * kThreads;
-        if (i < num) at[j] = load_position(index, i, index_bytes), value[j] = values[i];
+        if (i < num) at[j] = load_position(index, i, kIndex), value[j] = values[i];
     }
 #pragma unroll
     for (u32 j = 0; j < kStepPer; ++j)
         if (start + j * kThreads < num) target[at[j]] = value[j];
 }
 
-// kPer: coordinates of a thread. Scattered ones wait long for memory, and are asked for by as many threads as there are.
-template <bool kDecay, u32 kPer>
+// kPer: coordinates of a thread. Scattered ones wait long for memory, and are asked for by as many threads as there are. kLast:
+// c.last_bytes.
+template <bool kDecay, u32 kPer, int kLast>
 __global__ void __launch_bounds__(kThreads) owner_kernel(const Owner c) {
     const i64 start = (i64)blockIdx.x * kThreads * kPer + threadIdx.x;
     i64 at[kPer];
@@ -199,19 +201,19 @@ __global__ void __launch_bounds__(kThreads) owner_kernel(const Owner c) {
 #pragma unroll
     for (u32 j = 0; j < kPer; ++j)
         if (start + j * kThreads < c.num)
-            w[j] = c.weight[at[j]], m[j] = c.momentum[at[j]], last[j] = load_last(c.last_sync, at[j], c.last_bytes);
+            w[j] = c.weight[at[j]], m[j] = c.momentum[at[j]], last[j] = load_last(c.last_sync, at[j], kLast);
 #pragma unroll
     for (u32 j = 0; j < kPer; ++j) {
         const i64 i = start + j * kThreads;
         if (i >= c.num) continue;
-        const int age = age_of(last[j], c.last_bytes, c.step - 1) + 1;          // at least 1
+        const int age = age_of(last[j], kLast, c.step - 1) + 1;          // at least 1
         const int oldest = (int)c.num_tables - 1, longest = (int)c.num_decay - 1;
         const int a = c.catch_up ? (age < oldest ? age : oldest) : 1;
         const Coefficients by_age = {c.kept[a], c.taken[a], c.moved[a], c.gradient_moved[a], (float)a};
         catch_up<kDecay>(w[j], m[j], mean[j], by_age, kDecay ? c.decay[age < longest ? age : longest] : 1.0f, c.numbers);
         c.weight[at[j]] = w[j];
         c.momentum[at[j]] = m[j];
-        if (c.last_bytes == 4)
+        if (kLast == 4)
             ((int32_t*)c.last_sync)[at[j]] = c.step;
         else
             ((int16_t*)c.last_sync)[at[j]] = (int16_t)c.step;

@@ -11,7 +11,7 @@ import torch
 
 from ds_scape.errors import KernelError
 from ds_scape.kernels import c_structs as c
-from ds_scape.kernels.impl_reference import index_bytes, position_dtype
+from ds_scape.kernels.impl_reference import index_bytes, position_dtype, sum_of_squares
 from zipscape.errors import BuildError, describe
 
 ISAS = ("baseline", "avx2", "avx512")          # in the order of the library's numbers
@@ -40,6 +40,8 @@ def _numbers(values: tuple) -> ctypes.Array:
 class CpuKernels:
     """A kernel set (ops.py has the contract) from a loaded library and with one instruction set. ``isa``: its name; None takes the best.
     Raises BuildError when the machine does not have it."""
+
+    sum_of_squares = staticmethod(sum_of_squares)           # torch's threads do as well
 
     def __init__(self, library: ctypes.CDLL, isa: str | None = None):
         self._functions = {}

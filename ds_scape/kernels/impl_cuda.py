@@ -10,7 +10,7 @@ import torch
 from ds_scape.errors import KernelError
 from ds_scape.kernels import c_structs as c
 from ds_scape.kernels import cuda_plans as plans
-from ds_scape.kernels.impl_reference import BLOCK, empty_beside, index_bytes, position_dtype
+from ds_scape.kernels.impl_reference import BLOCK, LANES, empty_beside, index_bytes, position_dtype
 from zipscape.errors import BuildError, describe
 
 _P, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -18,6 +18,7 @@ _SIGNATURES = {
     "enter": (_P,), "track_square": (_P,), "owner_step": (_P,), "dense_step": (_P,),
     "scatter": (_P, _P, _I32, _P, _I64, _I32),
     "select": (_P, _P, _I64, _P, _I64, _I32),
+    "sum_of_squares": (_P, _I64, _I32, _P),
     "words_of_mask": (_P, _I64, _P, _P, _I64),
     "indices_of_words": (_P, _P, _I64, _I64, _P, _P),
     "words_of_indices": (_P, _I64, _I64, _P, _P),
@@ -122,6 +123,11 @@ class CudaKernels:
     def dense_step(self, weight, momentum, gradient, lr, kept, taken, beta2, eps, decay, correction):
         structure = c.dense(weight, momentum, gradient, lr, kept, taken, beta2, eps, decay, correction)
         self._call("dense_step", weight.device, ctypes.byref(structure))
+
+    def sum_of_squares(self, tensor):
+        sums = torch.empty(LANES, dtype=torch.float64, device=tensor.device)
+        self._call("sum_of_squares", tensor.device, tensor.data_ptr(), tensor.numel(), c.DTYPE[tensor.dtype], sums.data_ptr())
+        return sums[:1].clone()
 
     # --- the next mask ------------------------------------------------------------------------------------------------------------------
     def select(self, rank_by, square, last_sync, step, max_age, segments, chosen=None, empty=None):

@@ -8,6 +8,8 @@ import torch
 
 #: Elements converted at a time: 64 MiB in fp32.
 CHUNK = 1 << 24
+#: Squares that are added up side by side, in double precision: 4 MiB.
+LANES = 1 << 19
 #: Elements of a block of the index encoding.
 BLOCK = 1 << 16
 #: Keeps the score of a coordinate finite whose gradients were all zero.
@@ -164,6 +166,17 @@ def select_scores(scores: torch.Tensor, overdue: torch.Tensor, segments: tuple) 
             above, equal = key > last, key == last
             chosen[start:stop] = above | equal & (equal.cumsum(0) <= count - above.sum())
     return chosen
+
+
+# --- the norm -----------------------------------------------------------------------------------------------------------------------------
+def sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
+    lanes = min(LANES, 1 << (max(1, tensor.numel()) - 1).bit_length())
+    sums = torch.zeros(lanes, dtype=torch.float64, device=tensor.device)
+    for row in tensor.split(lanes):
+        sums[:len(row)] += row.to(torch.float64, copy=True).square_()
+    while len(sums) > 1:
+        sums = sums[:len(sums) // 2].add_(sums[len(sums) // 2:])
+    return sums
 
 
 # --- the owner's step ---------------------------------------------------------------------------------------------------------------------

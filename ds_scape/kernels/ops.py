@@ -31,6 +31,9 @@ stands once; they are int32, and int64 where a part has 2^31 elements or more.
     from mean_value [k], last_sync becomes ``step``, out [k] gets the new weights. tables: four tensors [max_age + 1] (A, 1 - A,
     c, a - c by age); decay: [H + 1] products by age, None: no decay. Ages beyond a table count as its last entry. last_sync: int32, or
     int16, which is the step's number modulo 65,536: then ages, here from 1 to 65,536 and for ``select`` from 0, are right up to there.
+``sum_of_squares(tensor)``
+    float64 [1]. Element i is added to lane i % L, one after another, L being 2^19 or the power of two that is enough; then the upper half
+    of the lanes to the lower one, until one is left. Squares and sums are in double precision.
 ``dense_step(weight, momentum, gradient, lr, kept, taken, beta2, eps, decay, correction)``
     One AdamS step, all [n]: m's weight ``kept``, the gradient's ``taken``; weight *= decay; both uses of m are divided by ``correction``.
 
@@ -48,7 +51,8 @@ from ds_scape.kernels import impl_reference
 from zipscape.errors import describe
 
 log = logging.getLogger("ds_scape")
-FUNCTIONS = ("pack_mask", "unpack_mask", "enter", "track_square", "scatter", "select", "owner_step", "dense_step")
+FUNCTIONS = ("pack_mask", "unpack_mask", "enter", "track_square", "scatter", "select", "owner_step", "dense_step",
+             "sum_of_squares")
 _STATE = (torch.float32,)
 _DATA = (torch.float32, torch.bfloat16, torch.float16)
 _SETS: dict[str, SimpleNamespace] = {}
@@ -116,6 +120,9 @@ class Kernels:
 
     def track_square(self, square, gradient, factor, *, beta2) -> None:
         self._for("track_square", (square,), (gradient,))(square, gradient, factor, beta2)
+
+    def sum_of_squares(self, tensor) -> torch.Tensor:
+        return self._for("sum_of_squares", (), (tensor,))(tensor)
 
     def scatter(self, target, index, values) -> None:
         self._for("scatter", (), (target, values), (index,))(target, index, values)

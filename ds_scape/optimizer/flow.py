@@ -160,7 +160,7 @@ class Flow:
     # --- 1: before anything is changed ----------------------------------------------------------------------------------------------
     def _agree_on_norm(self, fresh, loss_scale) -> tuple[float, tuple[int, ...]]:
         """(mean over the ranks of |g_i|^2, ranks whose gradients are not finite). The same doubles on every rank, summed in rank order."""
-        record = torch.cat([norms.sum_of_squares(fresh), self._checksum(fresh[0].device)])
+        record = torch.cat([norms.sum_of_squares(fresh, self.kernels), self._checksum(fresh[0].device)])
         squares, checksums = self.transport.gather(record, "norm").t().tolist()
         if any(checksum != checksums[0] for checksum in checksums):
             raise ZipScapeError(describe("the ranks' masks differ", got=f"checksums {checksums}", expected="equal ones",

@@ -5,13 +5,12 @@ q takes the place of the other.
 """
 from typing import NamedTuple
 
-from ds_scape.kernels.impl_reference import position_dtype
+from ds_scape.kernels.impl_reference import LANES, position_dtype
 from ds_scape.optimizer.flow import Flow
 from ds_scape.optimizer.passage import PIECE
 from ds_scape.optimizer.workspace import Rooms
 from ds_scape.sync.mask import MaskCodec
 from ds_scape.sync.partition import Layout
-from ds_scape.update.norms import CHUNK
 from ds_scape.update.residual import WIRE_DTYPES
 
 #: What choosing coordinates takes on a GPU: bytes per tile of elements.
@@ -46,7 +45,7 @@ def buffer_bytes(layout: Layout, sizes: Sizes = USUAL, num_buffers: int = 2, pie
 
 
 def masked_step_bytes(layout: Layout, sizes: Sizes = USUAL, encoding: str = "auto", *, offloaded: bool, lent: bool = True,
-                      literal: bool = False, chunk: int = CHUNK) -> int:
+                      literal: bool = False, chunk: int = LANES) -> int:
     """What a step with masks needs at most at a time, beyond what is kept: the largest over the ranks.
 
     lent: the gradients' memory may be used once they have entered the residual, as under ZeRO. literal: "mask_statistic" is "first_moment".
@@ -62,7 +61,7 @@ def masked_step_bytes(layout: Layout, sizes: Sizes = USUAL, encoding: str = "aut
 
 
 def whole_step_bytes(layout: Layout, sizes: Sizes = USUAL, encoding: str = "auto", *, offloaded: bool, lent: bool = True,
-                     literal: bool = False, chunk: int = CHUNK, piece: int = PIECE) -> int:
+                     literal: bool = False, chunk: int = LANES, piece: int = PIECE) -> int:
     """The same for a step without masks, which everything passes through in pieces; none are kept then, but at its end."""
     own, ranks, masks = sum(flat.partition_numel for flat in layout.flats), layout.world_size, kept_bytes(layout, sizes, encoding)["masks"]
     num = min(max(ranks, piece // ranks * ranks), own * ranks)
@@ -110,7 +109,7 @@ def _mask_bytes(layout: Layout, encoding: str) -> int:
 
 
 def _norm_bytes(layout: Layout, chunk: int) -> int:
-    return 8 * min(chunk, max(flat.partition_numel for flat in layout.flats) * layout.world_size)
+    return 16 * min(chunk, max(flat.partition_numel for flat in layout.flats) * layout.world_size)
 
 
 def _spilled(layout: Layout, rank: int, sizes: Sizes, offloaded: bool, lent: bool, exchanges: bool = True) -> int:

@@ -3,19 +3,17 @@ import math
 
 import torch
 
-#: Elements squared at a time, in a double-precision copy of 32 MiB.
-CHUNK = 1 << 22
+from ds_scape.kernels.ops import REFERENCE, Kernels
 
 
 @torch.no_grad()
-def sum_of_squares(tensors: list[torch.Tensor]) -> torch.Tensor:
+def sum_of_squares(tensors: list[torch.Tensor], kernels: Kernels = REFERENCE) -> torch.Tensor:
     """float64 [1]: the sum of all squares, in a fixed order. Not finite if and only if an element is not: finite floats of 32 bits cannot
     overflow a double."""
     device = tensors[0].device if tensors else None
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for tensor in tensors:
-        for piece in tensor.view(-1).split(CHUNK):
-            total += piece.to(torch.float64, copy=True).square_().sum()
+        total += kernels.sum_of_squares(tensor.view(-1))
     return total
 
 

@@ -120,6 +120,10 @@ def check_track(kernels, n, dtype, factor, seed=0, offset=1):
             lambda f, square, gradient: f(square, gradient, factor, 0.95), offset)
 
 
+def check_sum(kernels, n, dtype, seed=0, offset=1, specials=False):
+    compare(kernels, "sum_of_squares", {"tensor": spread(n, seed, dtype, specials)}, lambda f, tensor: f(tensor), offset)
+
+
 def check_scatter(kernels, n, share, dtype, seed=0, offset=1):
     index = chosen(n, share, seed)
     compare(kernels, "scatter", {"target": spread(n, seed, dtype), "index": index, "values": spread(len(index), seed + 1, dtype)},

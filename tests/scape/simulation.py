@@ -19,6 +19,16 @@ class Owner:
         self.decay = torch.ones(weight.numel(), dtype=torch.float64)
 
 
+def sum_of_squares(gradient):
+    """In the order that ds_scape/kernels/ops.py says."""
+    lanes = min(1 << 19, 1 << (max(1, gradient.numel()) - 1).bit_length())
+    rows = torch.nn.functional.pad(gradient.double() ** 2, (0, -gradient.numel() % lanes)).view(-1, lanes)
+    sums = sum(rows, torch.zeros(lanes, dtype=torch.float64, device=rows.device))
+    while len(sums) > 1:
+        sums = sums[:len(sums) // 2] + sums[len(sums) // 2:]
+    return sums[0]
+
+
 class Simulation:
     """buffers: one flat tensor per group (model dtype, padded); slots[f]: (offset, numel, num_dims) of its tensors; groups[f]: lr,
     betas, eps, weight_decay, density, max_age."""
@@ -37,7 +47,7 @@ class Simulation:
 
     def step(self, gradients, *, max_norm=0.0, loss_scale=1.0):
         """gradients[worker][f]. Returns (applied, norm)."""
-        squares = [float(sum((g.double() ** 2).sum() for g in own)) for own in gradients]
+        squares = [float(sum(sum_of_squares(g) for g in own)) for own in gradients]
         if not all(math.isfinite(s) for s in squares):
             return False, math.nan
         norm = math.sqrt(math.fsum(squares) / self.W / loss_scale ** 2)

@@ -74,6 +74,18 @@ def test_track_square(kernels, dtype):
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_sum_of_squares(kernels, dtype):
+    for n, offset, specials in ((0, 0, False), (3 << 19, 0, False), (70_001, 1, True), (1 << 19, 8, True), ((5 << 19) + 13, 8, False)):
+        cases.check_sum(kernels, n, dtype, seed=n % 100, offset=offset, specials=specials)
+
+
+def test_sum_of_squares_is_one(kernels):
+    x = cases.plain(1_200_000, 4, scale=3.0)
+    expected = float(x.to(torch.float64).square().sum())
+    assert float(kernels.sum_of_squares(x.to(cases.DEVICE))) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 def test_scatter(kernels, dtype):
     for i, n in enumerate(SIZES):
         cases.check_scatter(kernels, n, (0.0, 0.02, 1.0)[i % 3], dtype, seed=i, offset=i % 4)

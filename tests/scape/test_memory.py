@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from ds_scape.cli import estimate
+from ds_scape.kernels import impl_reference
 from ds_scape.optimizer import flow as flow_module
 from ds_scape.optimizer import memory, passage, workspace
 from ds_scape.sync import mask as masks
 from ds_scape.sync import sparse_reduce
-from ds_scape.update import norms
 from tests.scape.flow_helpers import Problem
 
 SHAPES = [[(700, 300), (400, 500)], [(3000,)], [(10, 10)]]
-#: Elements, in place of 64 and 32 MiB.
+#: Elements, in place of 64 and 4 MiB.
 PIECE, CHUNK = 1 << 14, 1 << 10
 
 
@@ -134,7 +134,7 @@ def peaks(world_size, offload, density, may_overwrite):
     """(flow, the most that each of three steps held beyond what was held before it)."""
     problem = Problem(world_size, dtype=torch.bfloat16, shapes=SHAPES, densities=(density,) * 3, offload=offload, piece=PIECE)
     gradients, echo = [problem.gradient(0, step) for step in range(1, 4)], Echo(world_size)
-    with mock.patch.object(flow_module, "PIECE", PIECE), mock.patch.object(norms, "CHUNK", CHUNK), mock.patch.object(
+    with mock.patch.object(flow_module, "PIECE", PIECE), mock.patch.object(impl_reference, "LANES", CHUNK), mock.patch.object(
             sparse_reduce, "ON_CPU", 1 << 8):
         flow = problem.flow(echo, 0)
         echo.make_masks(flow)

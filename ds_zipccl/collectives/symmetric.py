@@ -270,9 +270,13 @@ class SymmetricTransport:
         return self._run(self.plan(data.dtype, n, False), x, n * item, out.data_ptr(), 0, (out, data), own=x + self.rank * n * item)
 
     def join(self, call: int) -> None:
-        if not self._ended:
-            self._engine.join(call, streams.current(self.device))
-            self._give_back(call)
+        if self._ended:
+            return
+        if torch.cuda.current_device() != self.device.index:            # CUDA would take its default stream
+            with torch.cuda.device(self.device):
+                return self.join(call)
+        self._engine.join(call, streams.current(self.device))
+        self._give_back(call)
 
     def _give_back(self, call: int) -> None:
         """The memory of what it used, once the current stream waits for its end: who runs ahead of the GPU must not need more for that."""

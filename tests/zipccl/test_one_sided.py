@@ -2,6 +2,7 @@
 whole calls on GPUs: collective_one_sided_cases.py."""
 import threading
 import weakref
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -322,6 +323,24 @@ def test_memory_goes_back_when_somebody_waits(monkeypatch):
     assert alive(first) == [False] * 3 and alive(second) == [True] * 3
     kept = [gather()[1] for _ in range(symmetric.MAX_KEPT)]
     assert joined == [1, 2] and alive(second) == [False] * 3 and all(alive(refs) == [True] * 3 for refs in kept)
+
+
+def test_who_waits_while_another_device_is_current_waits_on_the_right_one(monkeypatch):
+    """CUDA takes a default stream for that of the current device."""
+    current, joined = [1], []
+
+    @contextmanager
+    def on(device):
+        current.append(device.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", on)
+    engine = SimpleNamespace(join=lambda call, stream: joined.append(current[-1]))
+    transport = symmetric.SymmetricTransport(engine, None, 0, torch.device("cpu"), 2, 0, torch.zeros(1), "memory")
+    symmetric.SymmetricWork(transport, 1, [torch.empty(1)], 0).wait()
+    assert joined == [transport.device.index] and current == [1]
 
 
 def test_every_rank_sees_all_records():

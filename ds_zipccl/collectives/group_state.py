@@ -39,7 +39,7 @@ class GroupState:
         self._measured: dict[tuple, switch.Measured] = {}
         self.num_asked, self.answers = 0, None          # all-to-alls before the switch knows pieces that could be zipped
         self._pairs_connected = self._ended = False
-        self._in_flight: list[Pending] = []        # in launch order
+        self.in_flight: list[Pending] = []         # in launch order; changed here alone
         self._lock = threading.RLock()              # nobody holds it while he waits for another rank's launch
         WATCH.add(self)
 
@@ -135,16 +135,16 @@ class GroupState:
 
     def add(self, pending: Pending) -> None:
         with self._lock:
-            self._in_flight.append(pending)
+            self.in_flight.append(pending)
         WATCH.wake()
 
     def advance(self) -> None:
         """Before the next call of the group, zipped or native. Settles what has its status words, and waits for them only where it must:
         for a call that is not to be followed by another before it is settled, or whose handle was dropped (it is completed here, since
         nobody else will), or where too many are in flight."""
-        if not self._in_flight:
+        if not self.in_flight:
             return
-        unsettled = [pending for pending in self._in_flight if not pending.settled]
+        unsettled = [pending for pending in self.in_flight if not pending.settled]
         must = max([0, len(unsettled) - MAX_UNSETTLED,
                     *[i for i, pending in enumerate(unsettled, 1) if pending.two_phases or pending.abandoned]])
         try:
@@ -152,7 +152,7 @@ class GroupState:
                 if i >= must and not pending.has_words():
                     break
                 self._settle(pending)
-            for pending in [pending for pending in self._in_flight if pending.settled and pending.abandoned]:
+            for pending in [pending for pending in self.in_flight if pending.settled and pending.abandoned]:
                 self._finish_for_nobody(pending)
         finally:
             self._forget_finished()
@@ -160,10 +160,10 @@ class GroupState:
     def settle(self) -> None:
         """Settles every call in flight: before this rank's host waits for other ranks in something that does not pass through here, and
         before the second channel is used in another way."""
-        if not self._in_flight:
+        if not self.in_flight:
             return
         try:
-            for pending in tuple(self._in_flight):
+            for pending in tuple(self.in_flight):
                 self._settle(pending)
                 if pending.abandoned:
                     self._finish_for_nobody(pending)
@@ -173,7 +173,7 @@ class GroupState:
     def bring_up_to_date(self, capacity: Capacity) -> None:
         """Takes account of what calls of this class needed; waits for the words of those that its next call must not go without."""
         while (need := capacity.overdue()) is not None:
-            for pending in () if need.is_known() else tuple(self._in_flight):
+            for pending in () if need.is_known() else tuple(self.in_flight):
                 self._settle(pending)
                 if need.is_known():
                     break
@@ -196,7 +196,7 @@ class GroupState:
     def complete(self, pending: Pending) -> None:
         """Settles the calls launched before ``pending``, strictly in launch order, and finishes it."""
         try:
-            for earlier in tuple(self._in_flight):
+            for earlier in tuple(self.in_flight):
                 if pending.finished:            # by another thread
                     return
                 if not earlier.settled:
@@ -211,7 +211,7 @@ class GroupState:
     def push_on(self) -> bool:
         """Has the group's thread settle what has had its status words since the last look, and nobody has settled. Returns whether there
         are calls that are not settled. Never waits."""
-        pending = next((pending for pending in tuple(self._in_flight) if not pending.settled), None)
+        pending = next((pending for pending in tuple(self.in_flight) if not pending.settled), None)
         if pending is None:
             return False
         if pending.num_looks == 0 or pending.num_looks == 1 and pending.has_words():
@@ -222,7 +222,7 @@ class GroupState:
 
     def _settle_what_has_words(self) -> None:
         try:
-            for pending in tuple(self._in_flight):
+            for pending in tuple(self.in_flight):
                 if not pending.has_words():
                     break
                 self._settle(pending)
@@ -235,12 +235,12 @@ class GroupState:
             return
         self._ended, failures = True, []
         with self._lock:
-            for pending in self._in_flight:
+            for pending in self.in_flight:
                 try:
                     pending.finish()
                 except Exception as error:
                     failures.append(error)
-            self._in_flight.clear()
+            self.in_flight.clear()
         self.completer.close()              # not under the lock: its thread may need it to get through its last call
         self.side.close()
         if "bulk" in self.__dict__:
@@ -254,9 +254,9 @@ class GroupState:
             return
         self._ended = True
         failure = CollectiveError(describe("a zipped call cannot be completed", got=why, where=f"group {self._name}"))
-        for pending in tuple(self._in_flight):          # not under the lock, which who waits for a payload has
+        for pending in tuple(self.in_flight):          # not under the lock, which who waits for a payload has
             pending.fail(failure)
-        self._in_flight = []
+        self.in_flight = []
         self.completer.close(wait=False)
         self.side.abort()
         if "bulk" in self.__dict__:
@@ -264,4 +264,4 @@ class GroupState:
 
     def _forget_finished(self) -> None:
         with self._lock:
-            self._in_flight = [pending for pending in self._in_flight if not pending.finished]
+            self.in_flight = [pending for pending in self.in_flight if not pending.finished]

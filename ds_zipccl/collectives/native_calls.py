@@ -19,6 +19,7 @@ class Known:
     """``measured``, ``costs``: what the switch's answer came from, None where it was not asked."""
     count: NativeCount
     raw_bytes: int
+    is_on_gpu: bool
     measured: Measured | None
     costs: object
 
@@ -29,8 +30,8 @@ def signature(call: Call) -> tuple | None:
     out, data = call.output, call.input
     if not isinstance(out, torch.Tensor) or not isinstance(data, torch.Tensor) or call.input_splits or call.output_splits:
         return None
-    return (call.op, weakref.ref(call.group), call.reduce_op, call.root, data.numel(), data.dtype, data.device, out.numel(), out.dtype,
-            out.device, data.layout)
+    return (call.op, weakref.ref(call.group), call.reduce_op, call.root, data.numel(), data.dtype, data.device, out.numel(),
+            out.dtype, out.device, data.layout)
 
 
 def list_signature(call: Call) -> tuple | None:
@@ -66,12 +67,13 @@ class NativeCalls:
         measured.num_calls += 1
         return known
 
-    def remember(self, key: tuple | None, reason: str, raw_bytes: int, measured: Measured | None, stats: Stats) -> None:
+    def remember(self, key: tuple | None, reason: str, raw_bytes: int, measured: Measured | None, stats: Stats,
+                 is_on_gpu: bool) -> None:
         if key is None or reason not in LASTING:
             return
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        self._known[key] = Known(stats.native_count(key[0], reason), raw_bytes, measured, measured.costs if measured else None)
+        self._known[key] = Known(stats.native_count(key[0], reason), raw_bytes, is_on_gpu, measured, measured.costs if measured else None)
 
     def forget(self) -> None:
         """Groups end, and others get their places in memory."""

@@ -34,6 +34,7 @@ from ds_zipccl.stats import Stats
 log = logging.getLogger("ds_zipccl")
 
 MAX_KINDS = 4096
+_NO_STATES: dict[str, GroupState] = {}
 
 
 class Runtime:
@@ -63,8 +64,8 @@ class Runtime:
         key = self._key(call)
         known = self._native_calls.find(key, self.config.reprobe_calls)
         if known is not None:
-            if not call.inputs[0].is_cuda:
-                self.before_native(call.group, call.device)
+            if not known.is_on_gpu:
+                self.settle(call.group)
             known.count.add(known.raw_bytes)
             return None
         spec, kind = self._specs[call.op], self._known_kind(key, call)
@@ -131,7 +132,7 @@ class Runtime:
                 return
         elif reason == "native_is_faster":
             measured = state.measured(call.op, call.dtype)
-        self._native_calls.remember(key, reason, raw_bytes, measured, self.stats)
+        self._native_calls.remember(key, reason, raw_bytes, measured, self.stats, call.device.type == "cuda")
 
     def _known_kind(self, key: tuple | None, call: Call) -> Kind | None:
         """What was found out when such a call could be zipped, if it holds for this one too: all but this is in ``signature``."""
@@ -176,14 +177,14 @@ class Runtime:
 
     def settle(self, group: dist.ProcessGroup) -> None:
         """Settles the calls in flight on ``group``: before the host waits for its ranks in a call that is none of ours."""
-        for state in self._groups.get(group.group_name, {}).values():
-            if state.group is group:
+        for state in self._groups.get(group.group_name, _NO_STATES).values():
+            if state.in_flight and state.group is group:
                 state.settle()
 
     def advance(self, group: dist.ProcessGroup) -> None:
         """Before any call on the group or its channels, zipped or native."""
-        for state in self._groups.get(group.group_name, {}).values():
-            if state.group is group:
+        for state in self._groups.get(group.group_name, _NO_STATES).values():
+            if state.in_flight and state.group is group:
                 state.advance()
 
     def before_native(self, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -135,7 +135,11 @@ int scape_cuda_select(const Select* c, const Scratch* scratch, i64 num_searches,
 // bool [numel] -> words without the coordinates of `dense`. words: ceil(numel / 32).
 int scape_cuda_words_of_mask(const u8* mask, i64 numel, u32* words, const Range* dense, i64 num_dense, cudaStream_t stream) {
     if (!numel) return 0;
-    SCAPE_LAUNCH(words_kernel, ceil_div(numel, kThreads * kWarp), kThreads, stream, mask, numel, words);
+    const i64 grid = ceil_div(numel, kThreads * kWarp);
+    if (is_aligned(mask, 16))
+        SCAPE_LAUNCH(words_kernel<true>, grid, kThreads, stream, mask, numel, words);
+    else
+        SCAPE_LAUNCH(words_kernel<false>, grid, kThreads, stream, mask, numel, words);
     if (num_dense) SCAPE_LAUNCH(fill_kernel, num_dense, kThreads, stream, words, dense, 0);
     return last_error();
 }

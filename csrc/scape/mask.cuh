@@ -13,9 +13,25 @@ struct Range {
     i64 start, stop;
 };
 
-// Bytes that are 0 or 1 -> words. A warp makes 32 words, which it stores together.
+// Bytes that are 0 or 1 -> words, 1,024 bytes a warp. kSixteen: the mask is aligned to 16, so that a lane takes so many at once.
+template <bool kSixteen>
 __global__ void __launch_bounds__(kThreads) words_kernel(const u8* mask, i64 numel, u32* words) {
     const i64 start = ((i64)blockIdx.x * (kThreads / kWarp) + warp_id()) * kWarp * kWarp;
+    if (kSixteen && start + kWarp * kWarp <= numel) {
+        uint4 bytes[2];
+#pragma unroll
+        for (u32 j = 0; j < 2; ++j) bytes[j] = *(const uint4*)(mask + start + (j * kWarp + lane_id()) * 16);
+#pragma unroll
+        for (u32 j = 0; j < 2; ++j) {
+            const u32 fours[4] = {bytes[j].x, bytes[j].y, bytes[j].z, bytes[j].w};
+            u32 own = 0;
+#pragma unroll
+            for (u32 f = 0; f < 4; ++f) own |= (fours[f] * 0x01020408u >> 24) << 4 * f;          // four bytes to four bits
+            const u32 next = __shfl_sync(kAllLanes, own, lane_id() | 1);
+            if (lane_id() % 2 == 0) words[start / 32 + (j * kWarp + lane_id()) / 2] = own | next << 16;
+        }
+        return;
+    }
     u32 own = 0;
 #pragma unroll 8
     for (u32 j = 0; j < kWarp; ++j) {
@@ -136,18 +152,30 @@ __global__ void __launch_bounds__(kThreads) bits_kernel(const u16* offsets, cons
     for (u32 w = threadIdx.x; w < kBlockWords; w += kThreads) words[(i64)blockIdx.x * kBlockWords + w] = block[w];
 }
 
-// Positions of the ones of every run, counted from bases[run], one run after another; at most `room` in all.
+// Positions of the ones of every run, counted from bases[run], one run after another; at most `room` in all. They are put into their order
+// in shared memory, and written side by side.
 template <class Index>
-__global__ void __launch_bounds__(kThreads) positions_kernel(const u32* words, const Run* runs, const i64* bases, const i64* before, i64 room,
-                                                             Index* positions) {
+__global__ void __launch_bounds__(kThreads) positions_kernel(const u32* words, const Run* runs, const i64* bases, const i64* before,
+                                                             i64 room, Index* positions) {
+    constexpr u32 kStaged = 1 << 13;
     __shared__ u32 shared[kThreads / kWarp];
-    const RunWords own(words, runs[blockIdx.x]);
+    __shared__ u16 staged[kStaged];             // from the run's start
+    const Run run = runs[blockIdx.x];
+    const RunWords own(words, run);
     u32 total;
-    const u32 mine = scan_cta(own.ones(), shared, total);
-    const i64 first = before[blockIdx.x], base = bases[blockIdx.x];
-    own.each(mine, [&](u32 k, i64 element) {
-        if (first + k < room) positions[first + k] = (Index)(element - base);
-    });
+    const u32 ones = own.ones(), mine = scan_cta(ones, shared, total);
+    const i64 first = before[blockIdx.x], shift = run.start - bases[blockIdx.x];
+    for (u32 begin = 0; begin < total; begin += kStaged) {
+        const u32 num = total - begin < kStaged ? total - begin : kStaged;
+        if (mine < begin + num && mine + ones > begin)
+            own.each(mine, [&](u32 k, i64 element) {
+                if (k >= begin && k - begin < num) staged[k - begin] = (u16)(element - run.start);
+            });
+        __syncthreads();
+        for (u32 k = threadIdx.x; k < num; k += kThreads)
+            if (first + begin + k < room) positions[first + begin + k] = (Index)(shift + staged[k]);
+        __syncthreads();
+    }
 }
 
 }  // namespace scape

@@ -177,7 +177,8 @@ def check_masks(kernels, sizes, share, dense, encoding, seed=0):
         mask[start:stop] = True
     free = mask & ~reference._ranges(dense, n, mask.device)
     max_ones = int(free.sum()) + 5
-    compare(kernels, "pack_mask", {"mask": mask}, lambda f, mask: f(mask, dense, encoding, max_ones))
+    for offset in (1, 16):
+        compare(kernels, "pack_mask", {"mask": mask}, lambda f, mask: f(mask, dense, encoding, max_ones), offset)
     message = reference.pack_mask(mask.to(DEVICE), dense, encoding, max_ones)
     counts = tuple(int(part.sum()) for part in mask.split(sizes))
     guard = Guarded(1)

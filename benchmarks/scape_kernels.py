@@ -105,6 +105,7 @@ OPS = (
     Op("enter (bf16 gradient)", lambda k, d: _enter(k, d, d.gradient_bf16, None), lambda d: 10 * d.numel + 6 * d.k,
        ("residual", "values")),
     Op("enter and q", lambda k, d: _enter(k, d, d.gradient, d.square), lambda d: 20 * d.numel + 6 * d.k, ("residual", "values", "square")),
+    Op("norm (bf16 gradient)", lambda k, d: k.sum_of_squares(d.gradient_bf16), lambda d: 2 * d.numel),
     Op("select", lambda k, d: k.select(d.residual, d.square, d.last_sync, 1000, d.max_age, d.segments), lambda d: 11 * d.numel),
     Op("owner_step", lambda k, d: _owner(k, d, d.last_sync, d.index, d.mean, d.values),
        lambda d: 10 * d.k + 4 * _lines(d, 4) + 2 * _lines(d, 2), ("weight", "momentum", "last_sync", "values")),

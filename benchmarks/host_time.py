@@ -55,7 +55,7 @@ def native(rank: int, folder: str) -> None:
             runtime.state(call.group, call.device).measured(name, torch.bfloat16).costs = SLOWER
         if op.startswith("all_to_all"):
             runtime._native_calls.remember(runtime._key(call), "native_is_faster", 0, runtime.state(call.group, call.device).measured(
-                "pair", torch.bfloat16), runtime.stats, False)
+                "pair", torch.bfloat16))
         best = float("inf")
         for _ in range(ROUNDS):
             start = time.perf_counter()

@@ -52,7 +52,8 @@ def list_signature(call: Call) -> tuple | None:
 class NativeCalls:
     """What one Runtime knows. Forgets everything when there is too much."""
 
-    def __init__(self):
+    def __init__(self, stats: Stats):
+        self._stats = stats                         # counts them
         self._known: dict[tuple, Known] = {}
 
     def find(self, key: tuple | None, reprobe_calls: int) -> Known | None:
@@ -67,13 +68,12 @@ class NativeCalls:
         measured.num_calls += 1
         return known
 
-    def remember(self, key: tuple | None, reason: str, raw_bytes: int, measured: Measured | None, stats: Stats,
-                 is_on_gpu: bool) -> None:
+    def remember(self, key: tuple | None, reason: str, raw_bytes: int, measured: Measured | None, is_on_gpu: bool = False) -> None:
         if key is None or reason not in LASTING:
             return
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        self._known[key] = Known(stats.native_count(key[0], reason), raw_bytes, is_on_gpu, measured, measured.costs if measured else None)
+        self._known[key] = Known(self._stats.native_count(key[0], reason), raw_bytes, is_on_gpu, measured, measured.costs if measured else None)
 
     def forget(self) -> None:
         """Groups end, and others get their places in memory."""

@@ -48,7 +48,7 @@ class Runtime:
         self._specs = specs(internal=True)
         self._groups: dict[str, dict[str, GroupState]] = {}         # by group name and device type
         self._seen_reasons: set[tuple[str, str]] = set()
-        self._native_calls = NativeCalls()
+        self._native_calls = NativeCalls(self.stats)
         self._kinds: dict[tuple, Kind] = {}
         self._one_sided = Router(config, kernels, self.stats)
         self.stats.sections["switch"] = self._switch_report
@@ -132,7 +132,7 @@ class Runtime:
                 return
         elif reason == "native_is_faster":
             measured = state.measured(call.op, call.dtype)
-        self._native_calls.remember(key, reason, raw_bytes, measured, self.stats, call.device.type == "cuda")
+        self._native_calls.remember(key, reason, raw_bytes, measured, call.device.type == "cuda")
 
     def _known_kind(self, key: tuple | None, call: Call) -> Kind | None:
         """What was found out when such a call could be zipped, if it holds for this one too: all but this is in ``signature``."""

@@ -5,6 +5,7 @@ from ds_zipccl.collectives.cost import Costs, Curve
 from ds_zipccl.collectives.native_calls import MAX_KNOWN, NativeCalls, list_signature, signature
 from ds_zipccl.collectives.registry import Call
 from ds_zipccl.collectives.switch import Measured
+from ds_zipccl.stats import Stats
 
 
 class Group:
@@ -27,9 +28,14 @@ def costs() -> Costs:
 
 
 def test_found_by_everything_that_decides():
-    known = NativeCalls()
+    stats = Stats()
+    known = NativeCalls(stats)
     known.remember(signature(call()), "min_bytes", 128, None)
-    assert known.find(signature(call()), 0).reason == "min_bytes"
+    for _ in range(2):
+        found = known.find(signature(call()), 0)
+        found.count.add(found.raw_bytes)
+    row = stats.snapshot()[call().op]
+    assert (row["native_reasons"], row["calls_native"], row["raw_bytes"]) == ({"min_bytes": 2}, 2, 256)
     others = (call(65), call(dtype=torch.float16), call(group=Group()), call(reduce_op="AVG"), call(root=1),
 )
     assert all(known.find(signature(other), 0) is None for other in others)
@@ -37,7 +43,7 @@ def test_found_by_everything_that_decides():
 
 
 def test_what_does_not_last_is_not_remembered():
-    known = NativeCalls()
+    known = NativeCalls(Stats())
     for reason in ("graph_capture", "layout", "incompressible", "max_workspace_bytes"):
         known.remember(signature(call()), reason, 128, None)
     assert known.find(signature(call()), 0) is None
@@ -62,7 +68,7 @@ def test_lists_are_found_by_the_sizes_of_all_their_tensors():
 
 
 def test_the_switch_counts_these_calls_and_decides_anew_when_it_is_due():
-    known, measured, key = NativeCalls(), Measured(costs(), num_calls=1), signature(call())
+    known, measured, key = NativeCalls(Stats()), Measured(costs(), num_calls=1), signature(call())
     known.remember(key, "native_is_faster", 128, measured)
     assert [known.find(key, 4) is not None for _ in range(2)] == [True, True] and measured.num_calls == 3
     assert known.find(key, 4) is None and measured.num_calls == 3          # the fourth call measures, and counts itself
@@ -73,7 +79,7 @@ def test_the_switch_counts_these_calls_and_decides_anew_when_it_is_due():
 
 
 def test_bounded_and_forgotten():
-    known = NativeCalls()
+    known = NativeCalls(Stats())
     for numel in range(MAX_KNOWN + 5):
         known.remember(("op", numel), "dtype", 1, None)
     assert len(known._known) == 5

@@ -73,7 +73,8 @@ class NativeCalls:
             return
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        self._known[key] = Known(self._stats.native_count(key[0], reason), raw_bytes, is_on_gpu, measured, measured.costs if measured else None)
+        count, costs = self._stats.native_count(key[0], reason), measured.costs if measured else None
+        self._known[key] = Known(count, raw_bytes, is_on_gpu, measured, costs)
 
     def forget(self) -> None:
         """Groups end, and others get their places in memory."""

@@ -90,7 +90,7 @@ class Mark:
     @property
     def handle(self) -> int:
         """The driver's, for who sets it by himself; ``stream`` is then his to say."""
-        if not self._event.cuda_event:          # torch makes it when it is first recorded
+        if self.stream is None:                 # torch makes it when it is first recorded
             self.set()
         return self._event.cuda_event
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -34,9 +35,22 @@ def prefix_store(tmp_path):
     return lambda: dist.PrefixStore("default_pg", inner())
 
 
-@pytest.fixture(params=[tcp_store, file_store, hash_store, prefix_store], ids=lambda make: make.__name__)
+KINDS = [tcp_store, file_store, hash_store, prefix_store]
+
+
+@pytest.fixture(params=KINDS, ids=lambda make: make.__name__)
 def connect(request, tmp_path):
     return request.param(tmp_path)
+
+
+@pytest.fixture
+def each_kind(tmp_path):
+    """Calls ``check(connect)`` for every kind of store at once: for what waits on purpose."""
+    def each_kind(check):
+        with ThreadPoolExecutor(len(KINDS)) as pool:
+            running = {make.__name__: pool.submit(check, make(tmp_path)) for make in KINDS}
+        assert {name: run.exception() for name, run in running.items()} == dict.fromkeys(running)
+    return each_kind
 
 
 def record(**changes):
@@ -82,10 +96,12 @@ def test_all_ranks_get_all_records(connect):
     assert max(times_s) < PROMPT_S
 
 
-def test_missing_rank_is_named_in_bounded_time(connect):
-    outcomes, times_s = agree_on_all(connect, [record(), record(), None, record()], timeout_s=1.0)
-    assert "rank 2 did not answer within 1 s" in same_text(outcomes)
-    assert max(times_s) < 1.0 + handshake._GRACE_S + 12.0
+def test_missing_rank_is_named_in_bounded_time(each_kind):
+    def check(connect):
+        outcomes, times_s = agree_on_all(connect, [record(), record(), None, record()], timeout_s=1.0)
+        assert "rank 2 did not answer within 1 s" in same_text(outcomes)
+        assert max(times_s) < 1.0 + handshake._GRACE_S + 12.0
+    each_kind(check)
 
 
 @pytest.mark.parametrize("field, value", [("version", "0.2.0"), ("config_hash", "xyz"), ("enabled", False)])
@@ -104,14 +120,18 @@ def test_error_of_one_rank_reaches_all(connect):
     assert max(times_s) < PROMPT_S, "nobody waits for the time-out"
 
 
-def test_rank_that_comes_too_late_says_the_same(connect):
-    outcomes, _ = agree_on_all(connect, [record()] * WORLD, timeout_s=0.5, delays_s={3: 3.0})
-    assert "rank 3 did not answer within 0.5 s" in same_text(outcomes)
+def test_rank_that_comes_too_late_says_the_same(each_kind):
+    def check(connect):
+        outcomes, _ = agree_on_all(connect, [record()] * WORLD, timeout_s=0.5, delays_s={3: 3.0})
+        assert "rank 3 did not answer within 0.5 s" in same_text(outcomes)
+    each_kind(check)
 
 
-def test_late_ranks_in_time_are_fine(connect):
-    outcomes, _ = agree_on_all(connect, [record()] * WORLD, delays_s={0: 0.5, 2: 1.0})
-    assert outcomes == [[record()] * WORLD] * WORLD
+def test_late_ranks_in_time_are_fine(each_kind):
+    def check(connect):
+        outcomes, _ = agree_on_all(connect, [record()] * WORLD, delays_s={0: 0.5, 2: 1.0})
+        assert outcomes == [[record()] * WORLD] * WORLD
+    each_kind(check)
 
 
 def test_announced_rank_counts_as_different_not_as_missing(connect):

@@ -101,7 +101,7 @@ class Ways:
         return measured
 
     def _prober(self, _spec, call: Call, state) -> Callable[[Call], bool] | None:
-        transport, reason = self._runtime.router.for_rows(call, state)
+        transport, reason = self._runtime.router.for_rows(call, state, again=True)
         if transport is None:
             if reason != "device":                  # which nobody expects
                 self._runtime.stats.not_one_sided(OP, reason)

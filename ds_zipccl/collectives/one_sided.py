@@ -182,11 +182,12 @@ class Router:
         self._stats.not_one_sided(spec.name, reason)
         return None
 
-    def _opened(self, group: dist.ProcessGroup, device: torch.device, state) -> OneSided:
+    def _opened(self, group: dist.ProcessGroup, device: torch.device, state, again: bool = False) -> OneSided:
+        """``again``: where there was no memory, ranks look anew whether there is some."""
         one_sided = self._groups.get(id(state))
         if one_sided is None:
             one_sided = self._groups[id(state)] = OneSided(device, state.side.store, memory_bytes(self._config))
-        if one_sided.transport is None:
+        if one_sided.transport is None and (again or one_sided.why_not is None):
             one_sided.open(group)
             if one_sided.transport is not None:
                 self._stats.sections["one_sided"] = self._section
@@ -198,7 +199,7 @@ class Router:
         name = "all_to_all_single" if spec.pairwise else spec.name            # lists and splits of test calls are equal pieces too
         reason = reason_by_kind(self._config, self._kernels.get(call.device.type), name, call)
         if reason is None:
-            one_sided = self._opened(call.group, call.device, state)
+            one_sided = self._opened(call.group, call.device, state, again=True)
             reason = one_sided.why_not
         if reason is not None:
             if reason not in ("collective", "device"):          # which nobody expects
@@ -213,12 +214,13 @@ class Router:
 
         return run
 
-    def for_rows(self, call: Call, state) -> tuple[symmetric.SymmetricTransport | None, str | None]:
-        """(the group's transport, for ``gather_rows`` of calls like ``call``; why there is none). All ranks at the same call."""
+    def for_rows(self, call: Call, state, again: bool = False) -> tuple[symmetric.SymmetricTransport | None, str | None]:
+        """(the group's transport, for ``gather_rows`` of calls like ``call``; why there is none). All ranks at the same call.
+        ``again``: see ``_opened``."""
         reason = reason_by_kind(self._config, self._kernels.get(call.device.type), call.op, call)
         if reason is not None:
             return None, reason
-        one_sided = self._opened(call.group, call.device, state)
+        one_sided = self._opened(call.group, call.device, state, again)
         return one_sided.transport, one_sided.why_not
 
     def keep_what_wins(self, state) -> None:

@@ -158,6 +158,17 @@ def test_a_group_without_the_transport_is_counted_with_its_reason(opens):
     assert row["not_one_sided"] == {"hosts": 2, "small_memory": 1} and row["calls_zipped"] == row["calls_one_sided"] == 0
 
 
+def test_who_has_no_memory_is_asked_again_when_it_is_measured_again_alone(opens):
+    """To ask all ranks in every call would make their hosts wait for each other there."""
+    (live, _), state = router(), State()
+    opens += ["no_memory"] * 3
+    for _ in range(3):
+        assert live.run(specs()[AG], GATHER, state) is None and live.for_rows(GATHER, state) == (None, "no_memory")
+    assert len(opens) == 2
+    assert live.prober(specs()[AG], GATHER, state) is None and len(opens) == 1
+    assert live.for_rows(GATHER, state, again=True) == (None, "no_memory") and opens == []
+
+
 def test_groups_end_on_their_own(opens):
     """Overflows of a group that is gone stay counted."""
     (live, stats), states, transports = router(), [State(), State()], [Transport(), Transport()]

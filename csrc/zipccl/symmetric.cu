@@ -155,7 +155,7 @@ int claim(Engine* e) {
     Turn t = e->nothing;
     const i64 ahead = e->num_told - e->needed;
     *known = e->needed + (ahead >= kManyMessages ? ahead / 2 : 0);
-    t.read = (u32)*known;
+    t.read = *known;
     return launch_turn(t, e->x.stream);
 }
 
@@ -185,7 +185,7 @@ int send(Engine* e) {
     cudaStream_t stream = e->streams[lane];
     ZIPCCL_TRY(claim(e));
     Turn& t = m.announcement = e->nothing;
-    t.sent = (u32)m.number, t.sent_lane = lane, t.counters = e->counters + lane * kMaxRanks;
+    t.sent = m.number, t.sent_lane = lane, t.counters = e->counters + lane * kMaxRanks;
     t.overflows = e->overflows + lane * kMaxRanks;
     t.slot = e->own_row(m.offset, p.slot_bytes), t.raw_bytes = p.raw_bytes;
     t.rows = e->place_of(&p).row, t.row_stride = x.row_stride, t.frame_stride = same ? 0 : p.frame_stride, t.as_it_is = (u32)p.as_it_is;
@@ -220,7 +220,7 @@ int receive(Engine* e) {
     const Part& p = *m.part;
     cudaStream_t stream = e->streams[kChain];
     Turn t = e->is_chain() && kFuses ? m.announcement : e->nothing;
-    t.done = (u32)e->num_read, t.wanted = (u32)m.number, t.wanted_lane = e->lane_of(m.number);
+    t.done = e->num_read, t.wanted = m.number, t.wanted_lane = e->lane_of(m.number);
     e->num_told = e->num_read, e->num_read = m.number;
     t.arrivals = e->memory() + e->row_0(m.offset, p.slot_bytes), t.arrival_stride = p.slot_bytes;
     ZIPCCL_TRY(launch_turn(t, stream));
@@ -252,7 +252,7 @@ int receive(Engine* e) {
 int end(Engine* e) {
     cudaStream_t stream = e->streams[kChain];
     Turn t = e->nothing;
-    t.done = (u32)(e->num_told = e->num_read);
+    t.done = e->num_told = e->num_read;
     ZIPCCL_TRY(launch_turn(t, stream));
     for (u32 lane = 0; lane < kChain; lane++)
         if (e->is_moving[lane]) ZIPCCL_TRY(after(e->streams[lane], e->moved[lane], stream));

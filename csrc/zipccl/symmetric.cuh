@@ -16,7 +16,7 @@
 namespace zipscape {
 
 constexpr u32 kMaxRanks = 64;
-constexpr u32 kWordStride = 16;                            // u32s from one rank's word to the next: no two in one sector
+constexpr u32 kWordStride = 8;                             // u64s from one rank's word to the next: no two in one sector
 enum { kPush0, kPush1, kChain, kNumLanes };                // what a message is moved on: copies in turns, or one thing after the other
 enum { kPeerTimeout = 32 };                                // beside frame.cuh's kinds of corruption
 
@@ -24,7 +24,8 @@ enum { kPeerTimeout = 32 };                                // beside frame.cuh's
 
 #ifdef ZIPSCAPE_EMULATE
 __device__ __forceinline__ u32 load_acquire(const u32* p) { return *(const volatile u32*)p; }
-__device__ __forceinline__ void store_release(u32* p, u32 value) { *(volatile u32*)p = value; }
+__device__ __forceinline__ u64 load_acquire(const u64* p) { return *(const volatile u64*)p; }
+__device__ __forceinline__ void store_release(u64* p, u64 value) { *(volatile u64*)p = value; }
 __device__ __forceinline__ void fence_all() {}
 __device__ __forceinline__ u64 now_ns() {
     static u64 time = 0;
@@ -37,8 +38,13 @@ __device__ __forceinline__ u32 load_acquire(const u32* p) {
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
     return value;
 }
-__device__ __forceinline__ void store_release(u32* p, u32 value) {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+__device__ __forceinline__ u64 load_acquire(const u64* p) {
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
+    return value;
+}
+__device__ __forceinline__ void store_release(u64* p, u64 value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 __device__ __forceinline__ void fence_all() { __threadfence_system(); }
 __device__ __forceinline__ u64 now_ns() {
@@ -51,11 +57,11 @@ __device__ __forceinline__ void give_up() { __trap(); }
 
 // ---- telling and waiting
 
-__device__ __host__ __forceinline__ u32* arrived_word(u8* memory, u32 lane, u32 from) {
-    return (u32*)memory + (lane * kMaxRanks + from) * kWordStride;
+__device__ __host__ __forceinline__ u64* arrived_word(u8* memory, u32 lane, u32 from) {
+    return (u64*)memory + (lane * kMaxRanks + from) * kWordStride;
 }
-__device__ __host__ __forceinline__ u32* read_word(u8* memory, u32 by) { return (u32*)memory + (kNumLanes * kMaxRanks + by) * kWordStride; }
-constexpr u32 kWordsBytes = (kNumLanes + 1) * kMaxRanks * kWordStride * sizeof(u32);
+__device__ __host__ __forceinline__ u64* read_word(u8* memory, u32 by) { return (u64*)memory + (kNumLanes * kMaxRanks + by) * kWordStride; }
+constexpr u32 kWordsBytes = (kNumLanes + 1) * kMaxRanks * kWordStride * sizeof(u64);
 
 // What a rank does at the end of sending a message, then at the start of receiving one; each where its number is not 0. Grid: (any number
 // of CTAs, peers or 1 where nothing is sent).
@@ -65,15 +71,17 @@ struct Turn {
 
     // Tells peers that message `sent` is in the slot at `slot` of their memory; if its frame overflowed, puts the raw row there before that.
     // Frame and row for rank r are r strides further; `frames`: where they were made, 0: in the slots themselves.
-    u32 sent, sent_lane, as_it_is;                         // as_it_is: there is no frame, and the raw row lies there already
+    u64 sent;
+    u32 sent_lane, as_it_is;                               // as_it_is: there is no frame, and the raw row lies there already
     i64 slot, raw_bytes, frame_stride, row_stride;
     const u8 *frames, *rows;
     u32* counters;                                         // [peers], zero before and after
     u32* overflows;                                        // [peers], of host memory: how many frames overflowed
 
-    u32 done;                                              // tells all, this rank too, that it has read this message
-    u32 read;                                              // waits until all, this rank too, have read this message
-    u32 wanted, wanted_lane;                               // waits until this message of each peer has arrived; notes in `raw` which rows are raw
+    u64 done;                                              // tells all, this rank too, that it has read this message
+    u64 read;                                              // waits until all, this rank too, have read this message
+    u64 wanted;                                            // waits until this message of each peer has arrived; notes in `raw` which rows are raw
+    u32 wanted_lane;
     const u8* arrivals;                                    // rank r's frame is r strides further
     i64 arrival_stride;
     u32* raw;                                              // [num_ranks]
@@ -81,9 +89,9 @@ struct Turn {
     u64 timeout_ns;
 };
 
-__device__ __forceinline__ void wait_until(const Turn& t, const u32* word, u32 message) {
+__device__ __forceinline__ void wait_until(const Turn& t, const u64* word, u64 message) {
     const u64 start = now_ns();
-    while ((int)(load_acquire(word) - message) < 0) {
+    while (load_acquire(word) < message) {
         if (now_ns() - start < t.timeout_ns) continue;
         atomicOr(t.errors, kPeerTimeout);
         give_up();
@@ -112,7 +120,7 @@ __device__ __forceinline__ void announce(const Turn& t) {
     __shared__ bool is_last;
     const u32 i = blockIdx.y, peer = (t.rank + 1 + i) % t.num_ranks;
     u8* slot = t.memory[peer] + t.slot;
-    u32* word = arrived_word(t.memory[peer], t.sent_lane, t.rank);
+    u64* word = arrived_word(t.memory[peer], t.sent_lane, t.rank);
     const u8* header = t.frames ? t.frames + peer * t.frame_stride : slot;
     if (t.as_it_is || (((const u32*)header)[kStatusOffset / 4] & kOverflowBit) == 0) {
         if (blockIdx.x || threadIdx.x) return;

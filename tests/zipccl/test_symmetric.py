@@ -270,6 +270,22 @@ def test_a_peer_that_does_not_send_is_reported(libraries, num_lanes):
     assert int(ranks.errors[0]) & 32
 
 
+@pytest.mark.parametrize("number", [(1 << 31) + 5, (1 << 32) - 1])
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_numbers_of_messages_do_not_begin_again(libraries, num_before, number):
+    """A lane may be unused for as long as a job lasts: nothing that was there before is taken for what is awaited."""
+    ranks, x = Ranks(libraries, 2, NUM_IN_RING * 12 * TILE_ELEMS, 1), [gaussians(r, (100,), torch.bfloat16) for r in range(2)]
+    for engine in ranks.engines:
+        words = (ctypes.c_int64 * 500).from_address(engine._handle.value)
+        at = next(i for i in range(497) if words[i:i + 2] == [ranks.calls.words_bytes, ranks.room])
+        words[at + 3] = number                             # of the last message (ring.h)
+    for _ in range(num_before):
+        assert all(same_bits(out[r], x[r]) for out in ranks.all_gather(x) for r in range(2)) and not ranks.errors.any()
+    out = torch.zeros(2, 100, dtype=torch.bfloat16)
+    ranks.engines[0].run(ranks.exchange(ranks.plan(torch.bfloat16, 100, True), x[0].data_ptr(), 0, out.data_ptr(), 200))
+    assert int(ranks.errors[0]) & 32, "rank 1 has not sent"
+
+
 @pytest.mark.parametrize("sizes", [(128, 256, 128), (1000, 128, 128, 700), (300,)])
 def test_ring_names_the_last_message_that_had_the_region(libraries, sizes):
     calls, taken, claimed = libraries[1], {}, 0

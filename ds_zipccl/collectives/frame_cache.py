@@ -42,7 +42,7 @@ class FrameCache:
         self._device, self._boundary = device, boundary
         self._pending: tuple | None = None
         self._written = self._read = None           # GPU: events after the last encode, and after the last row was filled
-        self._sent: SymmetricWork | None = None     # the last one-sided gather: its frames may be on their way still
+        self._join_sent: Callable[[], None] | None = None           # the last one-sided gather, whose frames may be on their way still
         self._ways = Ways(runtime, group, device)
         self._mismatch: torch.Tensor | None = None  # GPU: bool per slot, read at the next refresh
 
@@ -74,7 +74,7 @@ class FrameCache:
         if self._pending is not None:
             self._pending[-1].wait()                # who ends the group's channels must find nothing in flight
         self.free()
-        self._pending = self._sent = self._ways.transport = None
+        self._pending = self._join_sent = self._ways.transport = None
         self.slots = []
 
     # -- made together, agreed once
@@ -176,8 +176,8 @@ class FrameCache:
             slot.frame = torch.empty(codec.frame_bytes, dtype=torch.uint8, device=self._device)
         self._wait_for(self._written)
         self._wait_for(self._read)
-        if self._sent is not None:
-            self._sent.wait()
+        if self._join_sent is not None:
+            self._join_sent()
         data = self._data(slot)
         codec.encode(data.view(1, -1), slot.frame.view(1, -1), status)
         slot.codec, slot.dirty, slot.place = codec, False, slot.place_now()
@@ -282,8 +282,9 @@ class FrameCache:
             self.runtime.state(self.group, self._device).settle()           # resends must be queued before what waits for peers
             rows = [Row(self._data(s), out, s.geometry(), s.frame, as_it_is=s.kind()[2])
                     for s, out in zip(slots, make_outs(), strict=True) if s.numel]
-            self._sent = self._ways.transport.gather_rows(rows)
-            return self._sent, self._sent.sent_bytes // (self.group.size() - 1)
+            work = self._ways.transport.gather_rows(rows)
+            self._join_sent = work.join
+            return work, work.sent_bytes // (self.group.size() - 1)
         gather = PieceGather([Piece(self._data(s), s.frame, s.codec) for s in slots], make_outs, self.group, self.runtime.workspace)
         return gather, gather.row_bytes
 

@@ -156,9 +156,10 @@ class SymmetricWork(dist.Work):
         """``sent_bytes``: of frames, to all peers."""
         super().__init__()
         self._transport, self._call, self._outputs, self.sent_bytes = transport, call, outputs, sent_bytes
+        self.join = functools.partial(transport.join, call)             # ``wait``, for who need not keep the outputs
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._transport.join(self._call)
+        self.join()
         return True
 
     def synchronize(self) -> None:

@@ -30,6 +30,8 @@ class Sent:
         assert all(torch.equal(now.view(torch.uint8), then.view(torch.uint8)) for now, then in seen), "written while it is sent"
         return True
 
+    join = wait
+
 
 class StandIn:
     """A transport over the group's own collectives. ``spoil(out)``: what it does to a result."""

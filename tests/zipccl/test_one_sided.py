@@ -336,6 +336,22 @@ def test_memory_goes_back_when_somebody_waits(monkeypatch):
     assert joined == [1, 2] and alive(second) == [False] * 3 and all(alive(refs) == [True] * 3 for refs in kept)
 
 
+def test_who_only_joins_a_call_keeps_none_of_its_memory(monkeypatch):
+    """As the frame cache does with its last gather, which may be of the largest parameter there is."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    joined = []
+    engine = SimpleNamespace(run=lambda exchange: None, is_done=lambda call: False, join=lambda call, stream: joined.append(call))
+    transport = symmetric.SymmetricTransport(engine, lambda stream, words: 0, 0, torch.device("cpu"), 2, 1 << 24, torch.zeros(1), "memory")
+    data, out = torch.empty(5000, dtype=BF16), torch.empty(2, 5000, dtype=BF16)
+    work, alive = transport.gather_rows([symmetric.Row(data, out, layout(BY_TORCH[BF16], 5000))]), weakref.ref(out.untyped_storage())
+    join = work.join
+    work.wait()
+    del work, out
+    assert alive() is None
+    join()
+    assert joined == [1, 1]
+
+
 def test_who_waits_while_another_device_is_current_waits_on_the_right_one(monkeypatch):
     """CUDA takes a default stream for that of the current device."""
     current, joined = [1], []

@@ -115,6 +115,7 @@ class Meeting:
         self._rank, self._size, self._device, self._timeout_s, self._group_name = rank, world_size, device, timeout_s, group_name
         self._store, self._num_gathers, self._awaited = store, 0, None
         self._path, self._file, self._remove, self._candidate = None, None, None, None
+        self._why_ended: str | None = None
 
     @property
     def over(self) -> bool:
@@ -188,7 +189,8 @@ class Meeting:
             log.info("status words of group %s go through a channel: %s", self._group_name, REASONS[why_not])
 
     def end(self, why: str) -> None:
-        """Of the channel: see ``Mailbox.end``."""
+        """Of the channel: see ``Mailbox.end``. Who waits for other ranks' records stops waiting."""
+        self._why_ended = why
         for box in (self.box, self._candidate):
             if box is not None:
                 box.end(why)
@@ -208,6 +210,6 @@ class Meeting:
 
     def _hear(self, what: str) -> list[dict]:
         """All ranks' records."""
-        keys = [f"mailbox/{what}/{rank}" for rank in range(self._size)]
-        await_keys(self._store, keys, self._timeout_s)
-        return [json.loads(value) for value in read(self._store, keys)]
+        keys, store = [f"mailbox/{what}/{rank}" for rank in range(self._size)], self._store
+        await_keys(store, keys, self._timeout_s, lambda: self._why_ended)
+        return [json.loads(value) for value in read(store, keys)]

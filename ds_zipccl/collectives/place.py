@@ -26,11 +26,14 @@ def pause_s(waited_s: float) -> float:
     return min(max(waited_s / 10, FIRST_PAUSE_S), LONGEST_PAUSE_S)
 
 
-def await_keys(store: dist.Store, keys: list[str], timeout_s: float) -> None:
-    """Waits for them without keeping other threads from the store. Raises DistStoreError after ``timeout_s``, as a store does."""
+def await_keys(store: dist.Store, keys: list[str], timeout_s: float, why_ended: Callable[[], str | None] = lambda: None) -> None:
+    """Waits for them without keeping other threads from the store. Raises DistStoreError after ``timeout_s``, as a store does, and once
+    ``why_ended()`` says why nobody will come."""
     begin = time.monotonic()
     while not store.check(keys):
         waited = time.monotonic() - begin
+        if (why := why_ended()) is not None:
+            raise dist.DistStoreError(describe("other ranks are not waited for any more", got=why))
         if waited > timeout_s:
             absent = [key for key in keys if not store.check([key])]
             raise dist.DistStoreError(describe(f"Wait timeout: other ranks did not say within {timeout_s:g} s what they are asked",

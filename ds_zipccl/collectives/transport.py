@@ -12,7 +12,9 @@ from ds_zipccl.collectives import nccl_direct
 from ds_zipccl.collectives.addresses import Addresses
 from ds_zipccl.collectives.mailbox_meeting import Meeting
 from ds_zipccl.collectives.place import Loan, place_of
+from ds_zipccl.errors import CollectiveError
 from zipscape import handshake
+from zipscape.errors import describe
 
 DIRECT_WORDS = True                 # past torch to NCCL, where torch gives its communicator away
 
@@ -166,7 +168,7 @@ class SideChannel:
             self._addresses.tell()
         self._tags, self._idle, self._options = {}, None, {}
         self._nccl: nccl_direct.Communicator | bool | None = None            # None: not asked for yet
-        self._num_words_sent, self._connected = 0, False
+        self._num_words_sent, self._connected, self._is_aborted = 0, False, False
         self._meeting = Meeting(rank, size, device, store, timeout.total_seconds(), group.group_name)
 
     @functools.cached_property
@@ -175,7 +177,11 @@ class SideChannel:
         self._connecting = self._place.borrow(self._keys)           # NCCL waits there in its first call
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        return dist.ProcessGroupNCCL(self._connecting.store, self._rank, self._size, options)
+        backend = self.__dict__["_backend"] = dist.ProcessGroupNCCL(self._connecting.store, self._rank, self._size, options)
+        if self._is_aborted:                    # by another thread, which may have come too early to see it
+            abort_backend(backend, self._device.type)
+            raise CollectiveError(describe("a channel cannot be made", got="its group was aborted", where=self._keys))
+        return backend
 
     def _gloo(self):
         options = dist.ProcessGroupGloo._Options()
@@ -360,7 +366,7 @@ class SideChannel:
 
     def abort(self) -> None:
         """Ends the communicator on this rank alone, whatever is in flight. Waits for nothing."""
-        self._nccl = False
+        self._nccl, self._is_aborted = False, True
         self._part("its group was aborted")
         if "_backend" in self.__dict__:
             abort_backend(self._backend, self._device.type)

@@ -15,6 +15,7 @@ from ds_zipccl.collectives import addresses, place, transport
 from ds_zipccl.collectives.addresses import Addresses
 from ds_zipccl.collectives.place import Place, await_keys, place_of
 from ds_zipccl.collectives.transport import SideChannel
+from ds_zipccl.errors import CollectiveError
 
 CPU = torch.device("cpu")
 SOON = timedelta(seconds=30)
@@ -269,6 +270,38 @@ def test_on_gpus_a_connection_is_borrowed_until_all_ranks_are_connected(world, m
     assert world.num_connections == before + 3
     first.store.set("asked", "said")
     assert first.store.get("asked") == b"said"
+
+
+def test_aborted_before_its_communicator_was_made(world, monkeypatch):
+    """By another thread: nobody would end what is made afterwards."""
+    aborted = []
+
+    class Nccl:
+        Options = SimpleNamespace
+
+        def __init__(self, *_):
+            pass
+
+        def abort(self):
+            aborted.append(self)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    side = SideChannel(world.groups()[0], torch.device("cuda"))
+    side.abort()
+    with pytest.raises(CollectiveError, match="its group was aborted"):
+        side.all_gather(None, None)
+    for _ in range(100):
+        if aborted:
+            break
+        time.sleep(0.05)
+    assert len(aborted) == 1
+
+
+def test_aborted_while_it_asks_for_the_others_records(world):
+    side = SideChannel(world.groups()[0], CPU)
+    threading.Timer(0.1, side.abort).start()
+    with pytest.raises(dist.DistStoreError, match="not waited for any more.*its group was aborted"):
+        side._meeting.now()
 
 
 def test_a_child_process_does_not_use_its_parents_connections(world):

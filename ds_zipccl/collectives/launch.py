@@ -18,6 +18,8 @@ from ds_zipccl.kernels import ops
 from ds_zipccl.stats import Stats
 
 STATUS_BYTES = 4
+#: Whether what a call queues on a GPU is prepared (plans.py). Not by itself until it has been seen on one; ZIPCCL_PREPARED=1 asks for it.
+PREPARED = os.environ.get("ZIPCCL_PREPARED", "0") not in ("", "0")
 _WAITS_BLOCK = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0")         # Work.wait() of NCCL's holds the host
 
 
@@ -33,7 +35,7 @@ class Launch:
         # Kernels with bound functions note nothing of what is decoded early, perhaps from a frame that overflowed.
         self.may_be_early = device.type == "cuda" and config.integrity == "off" and not _WAITS_BLOCK and (
             ops.kernel_set(kernels).bind_decode is not None)
-        self.launcher = ops.kernel_set(kernels).launcher if self.may_be_early and not self._gives_windows else None
+        self.launcher = ops.kernel_set(kernels).launcher if PREPARED and self.may_be_early and not self._gives_windows else None
 
     @property
     def bulk(self):

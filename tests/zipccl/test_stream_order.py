@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from ds_zipccl.codec.format import OVERFLOW_BIT
-from ds_zipccl.collectives import group_state, streams
+from ds_zipccl.collectives import group_state, launch, streams
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.collectives.streams import copy as copy_elements
@@ -201,7 +201,8 @@ def library(tmp_path_factory) -> ctypes.CDLL:
 def gpu(request, monkeypatch, library):
     gpu = Gpu()
     gpu.is_prepared, gpu.posts = "prepared" in request.param, "words" in request.param
-    calls = prepared(gpu, library) if gpu.is_prepared else None
+    calls = prepared(gpu, library)
+    monkeypatch.setattr(launch, "PREPARED", gpu.is_prepared)
     objects = {}
 
     def stream(handle):

@@ -45,7 +45,7 @@ struct Select {
     int32_t step, max_age, last_bytes;
 };
 
-// ops.owner_step; index: null for all, decay: null for none.
+// ops.owner_step; index: null for all, decay: null for none. lasts_by_place: last_sync is of the coordinates at index alone.
 struct Owner {
     float* weight;
     float* momentum;
@@ -59,7 +59,7 @@ struct Owner {
     const float* decay;
     void* out;
     int64_t num, num_tables, num_decay;
-    int32_t step, catch_up, out_dtype, index_bytes, last_bytes;
+    int32_t step, catch_up, out_dtype, index_bytes, last_bytes, lasts_by_place;
     Numbers numbers;
 };
 

@@ -155,6 +155,33 @@ int64_t scape_cpu_scatter(void* target, const void* index, int32_t index_bytes, 
     });
 }
 
+int64_t scape_cpu_take_ages(void* last_sync, int32_t last_bytes, const void* index, int32_t index_bytes, int64_t first, int64_t num,
+                            int32_t step, void* out, int32_t num_threads) {
+    return guarded([&] {
+        in_chunks(num, kChunk, 16 * num, num_threads, [&](int64_t begin, int64_t end) {
+            const auto by = [&](auto* last, const auto* positions) {
+                take_ages(last, positions, first, step, static_cast<decltype(last)>(out), begin, end);
+            };
+            const auto of = [&](auto* last) {
+                index_bytes == 4 ? by(last, static_cast<const int32_t*>(index)) : by(last, static_cast<const int64_t*>(index));
+            };
+            last_bytes == 4 ? of(static_cast<int32_t*>(last_sync)) : of(static_cast<int16_t*>(last_sync));
+        });
+        return 0;
+    });
+}
+
+int64_t scape_cpu_mark_overdue(float* rank_by, const void* last_sync, int32_t last_bytes, int64_t num, int32_t step, int32_t max_age,
+                               int32_t num_threads) {
+    return guarded([&] {
+        in_chunks(num, kChunk, 12 * num, num_threads, [&](int64_t begin, int64_t end) {
+            last_bytes == 4 ? mark_overdue(rank_by, static_cast<const int32_t*>(last_sync), step, max_age, begin, end)
+                            : mark_overdue(rank_by, static_cast<const int16_t*>(last_sync), step, max_age, begin, end);
+        });
+        return 0;
+    });
+}
+
 int64_t scape_cpu_select(const Select* c, const int64_t* segments, int64_t num_segments, int32_t num_threads, int32_t isa) {
     return guarded([&] {
         select(*c, ops_of(isa).select, segments, num_segments, num_threads);

@@ -7,13 +7,31 @@ namespace scape {
 
 enum { kOwnerBlock = 256 };  // coordinates that are gathered, moved and put back together
 
-// Ages at these places, at least 1; then they are up to date.
+// Ages at these places (null: side by side), at least 1; then they are up to date.
 template <class Last>
-SCAPE_INLINE void take_ages(Last* last_sync, int32_t step, const int64_t* places, int64_t num, int32_t* ages) {
+SCAPE_INLINE void ages_at(Last* last_sync, int32_t step, const int64_t* places, int64_t num, int32_t* ages) {
     for (int64_t i = 0; i < num; ++i) {
-        ages[i] = age_at(last_sync, places[i], sizeof(Last), step - 1) + 1;
-        last_sync[places[i]] = static_cast<Last>(step);
+        const int64_t at = places ? places[i] : i;
+        ages[i] = age_at(last_sync, at, sizeof(Last), step - 1) + 1;
+        last_sync[at] = static_cast<Last>(step);
     }
+}
+
+// ops.take_ages, for the coordinates begin .. end - 1 of `out`.
+template <class Last, class Index>
+inline void take_ages(Last* last_sync, const Index* index, int64_t first, int32_t step, Last* out, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+        Last& last = last_sync[index ? index[i] - first : i];
+        out[i] = last;
+        last = static_cast<Last>(step);
+    }
+}
+
+// ops.mark_overdue
+template <class Last>
+inline void mark_overdue(float* rank_by, const Last* last_sync, int32_t step, int32_t max_age, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+        rank_by[i] = with_bits(sort_key(rank_by[i], age_at(last_sync, i, sizeof(Last), step) >= max_age));
 }
 
 template <bool kDecay>
@@ -30,8 +48,10 @@ SCAPE_INLINE void owner_piece(const Owner& c, int64_t begin, int64_t end) {
             w[i] = c.weight[places[i]];
             m[i] = c.momentum[places[i]];
         }
-        c.last_bytes == 4 ? take_ages(static_cast<int32_t*>(c.last_sync), c.step, places, num, ages)
-                          : take_ages(static_cast<int16_t*>(c.last_sync), c.step, places, num, ages);
+        const int64_t* const lasts = c.lasts_by_place ? nullptr : places;
+        const int64_t first = c.lasts_by_place ? start : 0;
+        c.last_bytes == 4 ? ages_at(static_cast<int32_t*>(c.last_sync) + first, c.step, lasts, num, ages)
+                          : ages_at(static_cast<int16_t*>(c.last_sync) + first, c.step, lasts, num, ages);
         int32_t others = 0;
         for (int64_t i = 0; i < num; ++i) {
             counted[i] = c.catch_up ? std::min(ages[i], oldest) : 1;

@@ -40,6 +40,12 @@ __device__ __forceinline__ i64 load_position(const void* index, i64 i, int bytes
 __device__ __forceinline__ u32 load_last(const void* last_sync, i64 i, int bytes) {
     return bytes == 4 ? ((const u32*)last_sync)[i] : ((const u16*)last_sync)[i];
 }
+__device__ __forceinline__ void store_last(void* last_sync, i64 i, int bytes, u32 last) {
+    if (bytes == 4)
+        ((u32*)last_sync)[i] = last;
+    else
+        ((u16*)last_sync)[i] = (u16)last;
+}
 __device__ __forceinline__ int age_of(u32 last, int bytes, int step) {
     return bytes == 4 ? step - (int)last : (int)(u16)((u32)step - last);
 }

@@ -79,6 +79,27 @@ int scape_cuda_scatter(void* target, const void* index, int index_bytes, const v
     return work(target, index, values, num, stream);
 }
 
+int scape_cuda_take_ages(void* last_sync, int last_bytes, const void* index, int index_bytes, i64 first, i64 num, int step, void* out,
+                         cudaStream_t stream) {
+    if (!num) return 0;
+    const i64 grid = ceil_div(num, kThreads);
+    if (last_bytes == 4)
+        SCAPE_LAUNCH(take_ages_kernel<4>, grid, kThreads, stream, last_sync, index, index_bytes, first, num, step, out);
+    else
+        SCAPE_LAUNCH(take_ages_kernel<2>, grid, kThreads, stream, last_sync, index, index_bytes, first, num, step, out);
+    return last_error();
+}
+
+int scape_cuda_mark_overdue(float* rank_by, const void* last_sync, int last_bytes, i64 num, int step, int max_age, cudaStream_t stream) {
+    if (!num) return 0;
+    const i64 grid = ceil_div(num, kThreads * kStepPer);
+    if (last_bytes == 4)
+        SCAPE_LAUNCH(mark_overdue_kernel<4>, grid, kThreads, stream, rank_by, last_sync, num, step, max_age);
+    else
+        SCAPE_LAUNCH(mark_overdue_kernel<2>, grid, kThreads, stream, rank_by, last_sync, num, step, max_age);
+    return last_error();
+}
+
 int scape_cuda_owner_step(const Owner* c, cudaStream_t stream) {
     if (!c->num) return 0;
     if (c->index) return c->decay ? owner_of<true, 1>(*c, stream) : owner_of<false, 1>(*c, stream);

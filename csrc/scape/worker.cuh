@@ -185,6 +185,34 @@ __global__ void __launch_bounds__(kThreads) scatter_kernel(T* target, const void
         if (start + j * kThreads < num) target[at[j]] = value[j];
 }
 
+// ops.take_ages, a thread for each.
+template <int kLast>
+__global__ void __launch_bounds__(kThreads) take_ages_kernel(void* last_sync, const void* index, int index_bytes, i64 first, i64 num,
+                                                             int step, void* out) {
+    const i64 i = (i64)blockIdx.x * kThreads + threadIdx.x;
+    if (i >= num) return;
+    const i64 at = index ? load_position(index, i, index_bytes) - first : i;
+    store_last(out, i, kLast, load_last(last_sync, at, kLast));
+    store_last(last_sync, at, kLast, (u32)step);
+}
+
+template <int kLast>
+__global__ void __launch_bounds__(kThreads) mark_overdue_kernel(float* rank_by, const void* last_sync, i64 num, int step, int max_age) {
+    const i64 start = (i64)blockIdx.x * kThreads * kStepPer + threadIdx.x;
+    float r[kStepPer];
+    u32 last[kStepPer];
+#pragma unroll
+    for (u32 j = 0; j < kStepPer; ++j) {
+        const i64 i = start + j * kThreads;
+        if (i < num) r[j] = rank_by[i], last[j] = load_last(last_sync, i, kLast);
+    }
+#pragma unroll
+    for (u32 j = 0; j < kStepPer; ++j) {
+        const i64 i = start + j * kThreads;
+        if (i < num) rank_by[i] = with_bits(sort_key(r[j], age_of(last[j], kLast, step) >= max_age));
+    }
+}
+
 // kPer: coordinates of a thread. Scattered ones wait long for memory, and are asked for by as many threads as there are. kLast:
 // c.last_bytes.
 template <bool kDecay, u32 kPer, int kLast>
@@ -201,7 +229,8 @@ __global__ void __launch_bounds__(kThreads) owner_kernel(const Owner c) {
 #pragma unroll
     for (u32 j = 0; j < kPer; ++j)
         if (start + j * kThreads < c.num)
-            w[j] = c.weight[at[j]], m[j] = c.momentum[at[j]], last[j] = load_last(c.last_sync, at[j], kLast);
+            w[j] = c.weight[at[j]], m[j] = c.momentum[at[j]],
+            last[j] = load_last(c.last_sync, c.lasts_by_place ? start + j * kThreads : at[j], kLast);
 #pragma unroll
     for (u32 j = 0; j < kPer; ++j) {
         const i64 i = start + j * kThreads;
@@ -213,10 +242,7 @@ __global__ void __launch_bounds__(kThreads) owner_kernel(const Owner c) {
         catch_up<kDecay>(w[j], m[j], mean[j], by_age, kDecay ? c.decay[age < longest ? age : longest] : 1.0f, c.numbers);
         c.weight[at[j]] = w[j];
         c.momentum[at[j]] = m[j];
-        if (kLast == 4)
-            ((int32_t*)c.last_sync)[at[j]] = c.step;
-        else
-            ((int16_t*)c.last_sync)[at[j]] = (int16_t)c.step;
+        store_last(c.last_sync, c.lasts_by_place ? i : at[j], kLast, (u32)c.step);
         store_float(c.out, i, w[j], c.out_dtype);
     }
 }

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_scape.optimizer import memory
+from ds_scape.optimizer.ranking import fit_beside_the_exchange
 from ds_scape.sync.partition import Layout, TensorSlot, flat_layout
 from ds_scape.sync.traffic import dense_zero_bytes, step_bytes
 from zipscape.errors import ConfigError, describe
@@ -101,7 +102,7 @@ def rows_of(args) -> list[dict]:
     layout = layout_of(num_params, args.ranks, densities[0])
     weights = dense_zero_bytes(layout, WEIGHT_BYTES) // 2
     gradients = {DENSE: weights, ALL_REDUCED: dense_zero_bytes(layout, WEIGHT_BYTES, reduce_scatter=False) - weights}
-    rows = [_row(what, None, {"norm": 0, "values": values, "weights": weights, "mask": 0}, {"device": 0, "host": 0}, args)
+    rows = [_row(what, None, {"norm": 0, "values": values, "weights": weights, "mask": 0}, {"device": 0, "host": 0, "passing": 0}, args)
             for what, values in gradients.items()]
     for density in densities:
         layout = layout_of(num_params, args.ranks, density)
@@ -117,12 +118,15 @@ def rows_of(args) -> list[dict]:
 
 
 def _memory(layout: Layout, offload: bool, sizes: memory.Sizes, encoding: str) -> dict[str, int]:
-    """At its most during a step with masks; the norm's buffer is left out."""
+    """At its most during a step with masks; the norm's buffer is left out. "passing": what comes from the host per step."""
     kept = memory.kept_bytes(layout, sizes, encoding)
-    device = kept["ages"] + kept["masks"] + memory.masked_step_bytes(layout, sizes, encoding, offloaded=offload, chunk=0)
+    device = kept["masks"] + memory.masked_step_bytes(layout, sizes, encoding, offloaded=offload, chunk=0)
+    stored, ranks = kept["residual"] + kept["ages"], layout.world_size
     if not offload:
-        return {"device": device + kept["residual"], "host": 0}
-    return {"device": device + memory.buffer_bytes(layout), "host": kept["residual"]}
+        return {"device": device + stored, "host": 0, "passing": 0}
+    is_once = fit_beside_the_exchange(layout, 0, sizes.residual, sizes.gradient, sizes.value, sizes.age)
+    once_more = 0 if is_once else kept["residual"] // ranks + kept["ages"]
+    return {"device": device + memory.buffer_bytes(layout), "host": stored, "passing": stored + once_more}
 
 
 def _row(what: str, density: float | None, sent: dict, memory: dict, args) -> dict:
@@ -133,7 +137,7 @@ def _row(what: str, density: float | None, sent: dict, memory: dict, args) -> di
         seconds = {kind: num / (args.link * 1e9) for kind, num in sent.items()}
         # What can run beside it hides a transfer only as long as it lasts.
         hidden = min(args.step_time, seconds["mask"] if density else args.overlap * seconds["values"])
-        offload = memory["host"] / (args.host_link * 1e9)
+        offload = memory["passing"] / (args.host_link * 1e9)
         row["exposed_s"] = sum(seconds.values()) - hidden + offload
         row["step_s"] = args.step_time + row["exposed_s"]
     return row

@@ -36,7 +36,8 @@ class Owner(ctypes.Structure):
     _fields_ = [*((name, _PTR) for name in ("weight", "momentum", "last_sync", "mean", "index", "kept", "taken", "moved", "gradient_moved",
                                             "decay", "out")),
                 *((name, _I64) for name in ("num", "num_tables", "num_decay")),
-                *((name, _I32) for name in ("step", "catch_up", "out_dtype", "index_bytes", "last_bytes")), ("numbers", Numbers)]
+                *((name, _I32) for name in ("step", "catch_up", "out_dtype", "index_bytes", "last_bytes", "lasts_by_place")),
+                ("numbers", Numbers)]
 
 
 class Dense(ctypes.Structure):
@@ -64,10 +65,16 @@ def select(rank_by, square, last_sync, chosen, step, max_age) -> Select:
                   last_sync.element_size())
 
 
+def ages(last_sync, index, first, step, out) -> tuple:
+    """The arguments of take_ages, up to the stream or the number of threads."""
+    return (_address(last_sync), last_sync.element_size(), _address(index), index_bytes(index), first, out.numel(), step, _address(out))
+
+
 def owner(weight, momentum, last_sync, mean_value, index, step, tables, decay, lr, beta2, eps, catch_up, out) -> Owner:
     tensors = (weight, momentum, last_sync, mean_value, index, *tables, decay, out)
     return Owner(*map(_address, tensors), mean_value.numel(), tables[0].numel(), 0 if decay is None else decay.numel(), step, catch_up,
-                 DTYPE[out.dtype], index_bytes(index), last_sync.element_size(), Numbers(lr, beta2, 1 - beta2, eps))
+                 DTYPE[out.dtype], index_bytes(index), last_sync.element_size(), last_sync.numel() != weight.numel(),
+                 Numbers(lr, beta2, 1 - beta2, eps))
 
 
 def dense(weight, momentum, gradient, lr, kept, taken, beta2, eps, decay, correction) -> Dense:

@@ -21,6 +21,8 @@ _SIGNATURES = {
     "enter": (_PTR, _I32, _I32),
     "track_square": (_PTR, _I32, _I32),
     "scatter": (_PTR, _PTR, _I32, _PTR, _I64, _I32, _I32),
+    "take_ages": (_PTR, _I32, _PTR, _I32, _I64, _I64, _I32, _PTR, _I32),
+    "mark_overdue": (_PTR, _PTR, _I32, _I64, _I32, _I32, _I32),
     "select": (_PTR, _PTR, _I64, _I32, _I32),
     "owner_step": (_PTR, _I32, _I32),
     "dense_step": (_PTR, _I32, _I32),
@@ -92,6 +94,13 @@ class CpuKernels:
     def scatter(self, target, index, values):
         self._call("scatter", target.data_ptr(), index.data_ptr(), index.element_size(), values.data_ptr(), index.numel(),
                    target.element_size(), torch.get_num_threads())
+
+    def take_ages(self, last_sync, index, first, step, out):
+        self._call("take_ages", *c.ages(last_sync, index, first, step, out), torch.get_num_threads())
+
+    def mark_overdue(self, rank_by, last_sync, step, max_age):
+        self._call("mark_overdue", rank_by.data_ptr(), last_sync.data_ptr(), last_sync.element_size(), rank_by.numel(), step, max_age,
+                   torch.get_num_threads())
 
     def select(self, rank_by, square, last_sync, step, max_age, segments, chosen=None, empty=None):
         chosen = torch.empty(rank_by.numel(), dtype=torch.bool, device="cpu") if chosen is None else chosen

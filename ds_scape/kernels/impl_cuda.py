@@ -17,6 +17,7 @@ _P, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _SIGNATURES = {
     "enter": (_P,), "track_square": (_P,), "owner_step": (_P,), "dense_step": (_P,),
     "scatter": (_P, _P, _I32, _P, _I64, _I32),
+    "take_ages": (_P, _I32, _P, _I32, _I64, _I64, _I32, _P), "mark_overdue": (_P, _P, _I32, _I64, _I32, _I32),
     "select": (_P, _P, _I64, _P, _I64, _I32),
     "sum_of_squares": (_P, _I64, _I32, _P),
     "words_of_mask": (_P, _I64, _P, _P, _I64),
@@ -115,6 +116,13 @@ class CudaKernels:
     def scatter(self, target, index, values):
         self._call("scatter", target.device, target.data_ptr(), index.data_ptr(), index.element_size(), values.data_ptr(), index.numel(),
                    target.element_size())
+
+    def take_ages(self, last_sync, index, first, step, out):
+        self._call("take_ages", out.device, *c.ages(last_sync, index, first, step, out))
+
+    def mark_overdue(self, rank_by, last_sync, step, max_age):
+        self._call("mark_overdue", rank_by.device, rank_by.data_ptr(), last_sync.data_ptr(), last_sync.element_size(), rank_by.numel(),
+                   step, max_age)
 
     def owner_step(self, weight, momentum, last_sync, mean_value, index, step, tables, decay, lr, beta2, eps, catch_up, out):
         structure = c.owner(weight, momentum, last_sync, mean_value, index, step, tables, decay, lr, beta2, eps, catch_up, out)

@@ -127,6 +127,24 @@ def scatter(target: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> 
     target[index] = values
 
 
+# --- ages that pass with a residual -------------------------------------------------------------------------------------------------------
+def take_ages(last_sync: torch.Tensor, index: torch.Tensor | None, first: int, step: int, out: torch.Tensor) -> None:
+    at = slice(None) if index is None else index - first
+    out.copy_(last_sync[at])
+    last_sync[at] = stamp(step, last_sync.dtype)
+
+
+def mark_overdue(rank_by: torch.Tensor, last_sync: torch.Tensor, step: int, max_age: int) -> None:
+    upper, half = upper_halves(rank_by), 1 << 31            # of NaN too
+    upper.bitwise_and_(half - 1)
+    upper[ages(last_sync, step) >= max_age] |= -half
+
+
+def upper_halves(x: torch.Tensor) -> torch.Tensor:
+    """int32: the 32 bits with the sign, of floats of 4 or 8 bytes. A view."""
+    return x.view(torch.int32)[x.element_size() // 4 - 1::x.element_size() // 4]
+
+
 # --- the next mask ------------------------------------------------------------------------------------------------------------------------
 def select(rank_by: torch.Tensor, square: torch.Tensor | None, last_sync: torch.Tensor, step: int, max_age: int,
            segments: tuple, chosen: torch.Tensor | None = None, empty=None) -> torch.Tensor:
@@ -183,12 +201,13 @@ def sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
 def owner_step(weight: torch.Tensor, momentum: torch.Tensor, last_sync: torch.Tensor, mean_value: torch.Tensor, index: torch.Tensor | None,
                step: int, tables: tuple, decay: torch.Tensor | None, lr: float, beta2: float, eps: float, catch_up: bool,
                out: torch.Tensor) -> None:
-    w, m, last = (t if index is None else t[index] for t in (weight, momentum, last_sync))
+    w, m = (t if index is None else t[index] for t in (weight, momentum))
+    is_whole = index is not None and last_sync.numel() == weight.numel()
+    last = last_sync[index] if is_whole else last_sync
     catch_up_step(w, m, mean_value, ages(last, step - 1) + 1, tables, decay, lr=lr, beta2=beta2, eps=eps, catch_up=catch_up)
-    if index is None:
-        last_sync.fill_(stamp(step, last_sync.dtype))
-    else:
-        weight[index], momentum[index], last_sync[index] = w, m, stamp(step, last_sync.dtype)
+    last_sync[index if is_whole else slice(None)] = stamp(step, last_sync.dtype)
+    if index is not None:
+        weight[index], momentum[index] = w, m
     out.copy_(w)
 
 

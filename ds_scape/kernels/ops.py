@@ -22,15 +22,21 @@ stands once; they are int32, and int64 where a part has 2^31 elements or more.
     That last part alone, gradient [P].
 ``scatter(target, index, values)``
     target[index] = values, one dtype.
+``take_ages(last_sync, index, first, step, out)``
+    out [k] = last_sync at the positions ``index - first`` (None: everywhere), which becomes ``step`` there.
+``mark_overdue(rank_by, last_sync, step, max_age)``
+    The sign of rank_by [n] becomes negative where step - last_sync >= max_age, positive elsewhere.
 ``select(rank_by, square, last_sync, step, max_age, segments, chosen=None, empty=None)``
     bool [P], ``chosen`` or a new tensor: per segment (start, stop, count) exactly ``count`` coordinates: those with step - last_sync >=
     max_age first, then by |rank_by| / (sqrt(square) + 1e-9) (square None: by rank_by, >= 0), ties by lowest index. NaN is above all.
     Segments ascend; what lies outside of them is False. empty(numel, dtype): makes what is needed beside it, aligned to 16 bytes.
+    (Kernels.select also takes no last_sync: then first are those whose rank_by has a sign.)
 ``owner_step(weight, momentum, last_sync, mean_value, index, step, tables, decay, lr, beta2, eps, catch_up, out)``
-    The rule of docs/scape.md for the coordinates at ``index`` (None: all): weight, momentum and last_sync [P] are moved in place
-    from mean_value [k], last_sync becomes ``step``, out [k] gets the new weights. tables: four tensors [max_age + 1] (A, 1 - A,
-    c, a - c by age); decay: [H + 1] products by age, None: no decay. Ages beyond a table count as its last entry. last_sync: int32, or
-    int16, which is the step's number modulo 65,536: then ages, here from 1 to 65,536 and for ``select`` from 0, are right up to there.
+    The rule of docs/scape.md for the coordinates at ``index`` (None: all): weight and momentum [P] are moved in place from
+    mean_value [k], last_sync ([P], or [k]: of these coordinates alone) becomes ``step``, out [k] gets the new weights. tables: four
+    tensors [max_age + 1] (A, 1 - A, c, a - c by age); decay: [H + 1] products by age, None: no decay. Ages beyond a table count as its
+    last entry. last_sync: int32, or int16, which is the step's number modulo 65,536: then ages, here from 1 to 65,536 and for ``select``
+    from 0, are right up to there.
 ``sum_of_squares(tensor)``
     float64 [1]. Element i is added to lane i % L, one after another, L being 2^19 or the power of two that is enough; then the upper half
     of the lanes to the lower one, until one is left. Squares and sums are in double precision.
@@ -51,8 +57,8 @@ from ds_scape.kernels import impl_reference
 from zipscape.errors import describe
 
 log = logging.getLogger("ds_scape")
-FUNCTIONS = ("pack_mask", "unpack_mask", "enter", "track_square", "scatter", "select", "owner_step", "dense_step",
-             "sum_of_squares")
+FUNCTIONS = ("pack_mask", "unpack_mask", "enter", "track_square", "scatter", "take_ages", "mark_overdue", "select", "owner_step",
+             "dense_step", "sum_of_squares")
 _STATE = (torch.float32,)
 _DATA = (torch.float32, torch.bfloat16, torch.float16)
 _SETS: dict[str, SimpleNamespace] = {}
@@ -127,7 +133,15 @@ class Kernels:
     def scatter(self, target, index, values) -> None:
         self._for("scatter", (), (target, values), (index,))(target, index, values)
 
+    def take_ages(self, last_sync, index, first, step, out) -> None:
+        self._for("take_ages", (), (), (last_sync, index, out))(last_sync, index, first, step, out)
+
+    def mark_overdue(self, rank_by, last_sync, step, max_age) -> None:
+        self._for("mark_overdue", (rank_by,), (), (last_sync,))(rank_by, last_sync, step, max_age)
+
     def select(self, rank_by, square, last_sync, step, max_age, segments, chosen=None, empty=None) -> torch.Tensor:
+        if last_sync is None:               # read as a step's number, -1 - x is at least 0 where x has the sign
+            last_sync, step, max_age = impl_reference.upper_halves(rank_by), -1, 0
         function = self._for("select", (rank_by, square), (), (last_sync, chosen))
         return function(rank_by, square, last_sync, step, max_age, segments, chosen, empty)
 

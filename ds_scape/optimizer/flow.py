@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from ds_scape.config import ScapeParams
-from ds_scape.kernels import loader
-from ds_scape.optimizer import spans
+from ds_scape.kernels import impl_reference, loader
+from ds_scape.optimizer import ranking, spans
 from ds_scape.optimizer.passage import PIECE
 from ds_scape.optimizer.spans import Span
 from ds_scape.optimizer.state import FlatState
@@ -63,8 +63,10 @@ class Flow:
         self._device = flats[0].copies.device
         self._wire = _WIRE[params.values_dtype]
         self._all_dense = Positions(self.layout, None)
+        self._masked = [i for i, flat in enumerate(flats) if not flat.layout.is_full]
         self._passage = flats[0].passage
-        self._columns, self._partitions, self._own = self._pieces_of_steps()
+        self._ages_pass = self._passage is not None and flats[0].weight.device == self._passage.device      # as in sync_steps()
+        self._columns, self._partitions, self._groups = self._pieces_of_steps()
         self._positions, self._mask_message, self._arriving = self._all_dense, None, None
         self._unmasked_step = 1             # a step that has no mask: the first, and one after a mask could not be restored
 
@@ -91,14 +93,18 @@ class Flow:
             flat.advance_decay()
         if positions.dense:
             self._exchange_all(fresh, factor, self._wire, early)
-            for gradient in fresh:
-                space.lend(gradient, 0, len(gradient))
+            self._lend(fresh, space, range(self.layout.world_size))
             left = None
         else:
             left = self._exchange_masked(fresh, factor, positions, early, space)
         if not self.is_dense(step + 1):
-            ranked_by = early or left or self._own_residuals(space)
-            self._start_mask(ranked_by, early is not None, positions, space)
+            if self._ages_pass and early is None and left is None:
+                pieces = [[span] for group in self._groups for span in group.pieces]
+                chosen = ranking.choose_passing(self._groups, self._through(pieces, write_back=False), self.flats, self.num_steps, space,
+                                                self.kernels)
+            else:
+                chosen = self._choose(early or left, early is not None, space)
+            self._start_mask(chosen, positions)
         return StepResult(True, (), grad_norm, positions.dense)
 
     def prefetch(self) -> None:
@@ -179,28 +185,39 @@ class Flow:
 
     # --- 2: gradients into residuals, and what is sent out of them ----------------------------------------------------------------------
     def _pieces_of_steps(self) -> tuple[list[list[Span]], ...]:
-        """What passes through a step at a time: without masks; with masks, where the own partitions come last; to look at the latter."""
-        rank, layouts = self.transport.rank, self.layout.flats
-        most = PIECE if self._passage is None else self._passage.piece
-        others = [owner for owner in range(self.layout.world_size) if owner != rank]
+        """What passes through a step at a time: without masks; with masks, where the own partitions come last; these once more, to rank
+        them. Of own coordinates the ages may have to pass too, in the same memory."""
+        rank, layouts, ranks = self.transport.rank, self.layout.flats, self.layout.world_size
+        others = [owner for owner in range(ranks) if owner != rank]
         by_owner = [spans.partitions(layouts, others), spans.partitions(layouts, [rank])]
         if self._passage is None:
-            rest, own = ([own] for own in by_owner)
-        else:
-            rest, own = (spans.pieces(own, most) for own in by_owner)
-        return spans.columns(layouts, most), [*rest, *own], own
+            return spans.columns(layouts, PIECE), by_owner, []
+        most, size = self._passage.piece, self.flats[0].stored_residual.element_size()
+        age = max(flat.stored_last_sync.element_size() for flat in self.flats) if self._ages_pass else 0
+        own = spans.fitting(most, size, age)
+        return (spans.columns(layouts, ranks * spans.fitting(most, size, age, ranks)),
+                [*spans.pieces(by_owner[0], most), *spans.pieces(by_owner[1], own)], ranking.groups(layouts, rank, own))
 
-    def _through(self, pieces: list[list[Span]]):
-        """Yields, for every piece, its spans with their residuals on the device."""
+    def _through(self, pieces: list[list[Span]], write_back: bool = True):
+        """Yields every piece: its spans, their residuals on the device, and of own ones the last synchronisations where the weights are."""
         if self._passage is None:
             for piece in pieces:
-                yield [(span, span.of(self.flats[span.flat].stored_residual, self.layout.flats[span.flat])) for span in piece]
+                yield [(span, self._stored_residual(span), self._stored_lasts(span)) for span in piece]
         else:
-            for piece, parts in zip(pieces, self._passage.pass_through(self._host_pieces(pieces)), strict=True):
-                yield list(zip(piece, parts, strict=True))
+            for piece, parts in zip(pieces, self._passage.pass_through(self._host_pieces(pieces), write_back), strict=True):
+                lasts = iter(parts[len(piece):])
+                yield [(span, part, next(lasts) if self._ages_pass and span.owner == self.transport.rank else self._stored_lasts(span))
+                       for span, part in zip(piece, parts, strict=False)]
 
     def _host_pieces(self, pieces: list[list[Span]]) -> list[list[torch.Tensor]]:
-        return [[span.of(self.flats[span.flat].stored_residual, self.layout.flats[span.flat]) for span in piece] for piece in pieces]
+        lasts = ([self._stored_lasts(span) for span in piece if self._ages_pass and span.owner == self.transport.rank] for piece in pieces)
+        return [[*map(self._stored_residual, piece), *own] for piece, own in zip(pieces, lasts, strict=True)]
+
+    def _stored_residual(self, span: Span) -> torch.Tensor:
+        return span.of(self.flats[span.flat].stored_residual, self.layout.flats[span.flat])
+
+    def _stored_lasts(self, span: Span) -> torch.Tensor | None:
+        return self.flats[span.flat].stored_last_sync[span.start:span.stop] if span.owner == self.transport.rank else None
 
     def _enter(self, span: Span, residual, fresh, factor, index, values, early) -> None:
         """Adds a span's fresh gradients (None: nothing) to its residual and takes out what is sent, into ``values``. Of own coordinates q
@@ -224,55 +241,66 @@ class Flow:
             return None
         return [None if flat.layout.is_full else torch.empty_like(flat.weight) for flat in self.flats]
 
-    def _own_residuals(self, space: Workspace) -> list[torch.Tensor]:
-        """The residuals of the rank's own partitions, on the device."""
-        if self._passage is None:
-            return [flat.own(flat.stored_residual, self.transport.rank) for flat in self.flats]
-        left = self._places_for_residuals(space)
-        for piece in self._through(self._own):
-            for span, residual in piece:
-                left[span.flat][span.start:span.stop] = residual
-        return left
-
-    def _places_for_residuals(self, space: Workspace) -> list[torch.Tensor]:
-        return [space.empty(flat.layout.partition_numel, flat.stored_residual.dtype, is_tight=True) for flat in self.flats]
-
     # --- 3, 4, 5: values to the owners, weights back ----------------------------------------------------------------------------------
     def _exchange_masked(self, fresh, factor, positions: Positions, early, space: Workspace) -> list[torch.Tensor] | None:
-        """What the masks choose. Returns the residuals of the own partitions, where they came to the device for that."""
-        rank, left = self.transport.rank, None
+        """What the masks choose. Returns the own residuals, with a sign where they are overdue, if they came here and there is room."""
+        rank, left, lasts = self.transport.rank, None, None
         sent = torch.empty(sum(positions.splits), dtype=self._wire, device=self._device)
         values, cuts = positions.rows(sent), self._cuts(positions)
         for piece in self._through(self._partitions):
-            for span, residual in piece:
+            for span, residual, last in piece:
                 index, out = positions.of[span.owner][span.flat], values[span.owner][span.flat]
-                if left is None and span.owner == rank and self._passage is not None:
-                    for gradient, flat in zip(fresh, self.flats, strict=True):
-                        size = flat.layout.partition_numel
-                        space.lend(gradient, 0, rank * size)
-                        space.lend(gradient, (rank + 1) * size, len(gradient))
-                    left = self._places_for_residuals(space)
+                if lasts is None and self._ages_pass and last is not None:
+                    self._lend(fresh, space, [owner for owner in range(self.layout.world_size) if owner != rank])
+                    if early is None and space.lends and ranking.fit_beside_the_exchange(
+                            self.layout, rank, *(t.element_size() for t in (residual, fresh[0], sent, last))):
+                        left = [None if flat.layout.is_full else space.empty(flat.layout.partition_numel, residual.dtype, is_tight=True)
+                                for flat in self.flats]
+                    lasts = [space.empty(num, flat.stored_last_sync.dtype, is_tight=True, at_end=rank == 0)    # away from the own gradients
+                             for num, flat in zip(positions.counts[rank], self.flats, strict=True)]
                 lo, hi = cuts[span] if index is not None else (span.start, span.stop)
-                self._enter(span, residual, fresh, factor, None if index is None else index[lo:hi], out[lo:hi], early)
-                if left is not None:
-                    left[span.flat][span.start:span.stop] = residual
-        for gradient, flat in zip(fresh, self.flats, strict=True):
-            size = flat.layout.partition_numel
-            space.lend(gradient, *((0, len(gradient)) if left is None else (rank * size, (rank + 1) * size)))
-        counts, mark = positions.counts[rank], space.mark()
-        mean = space.empty(sum(counts), self.flats[0].weight.dtype)
-        rest = space.mark()
+                index = None if index is None else index[lo:hi]
+                self._enter(span, residual, fresh, factor, index, out[lo:hi], early)
+                if lasts is not None:
+                    self.kernels.take_ages(last, index, span.start, self.num_steps, lasts[span.flat][lo:hi])
+                    self._note_order(span, residual, last, early, left)
+        self._lend(fresh, space, range(self.layout.world_size) if lasts is None else [rank])
+        counts = positions.counts[rank]
+        mean = space.empty(sum(counts), self.flats[0].weight.dtype, is_tight=True)
+        mark = space.mark()
         mean_of_rows(self.transport.to_owners(sent, positions.splits, "values", space.empty), mean)
-        space.release(rest)
+        space.release(mark)
         del sent, values, out
-        message = space.empty(max(positions.splits), self.flats[0].copies.dtype)
+        message = space.empty(max(positions.splits), self.flats[0].copies.dtype, is_tight=True)
         message[sum(counts):] = 0
         outs = message[:sum(counts)].split(counts)
-        for flat, part, index, out in zip(self.flats, mean.split(counts), positions.of[rank], outs, strict=True):
-            self._owner_step(flat, slice(None), part, index, out)
+        known = lasts or [flat.stored_last_sync for flat in self.flats]
+        for flat, part, index, out, last in zip(self.flats, mean.split(counts), positions.of[rank], outs, known, strict=True):
+            self._owner_step(flat, slice(None), part, index, out, last)
+        for used in (mean, *(lasts or ())):
+            space.give_back(used)
+        del mean, part, lasts, known, last, used
+        mark = space.mark()
         gather_weights([flat.copies for flat in self.flats], message, positions, self.transport, space.empty, self.kernels)
         space.release(mark)
+        space.give_back(message)
         return left
+
+    def _lend(self, fresh, space: Workspace, owners) -> None:
+        """The gradients of these partitions have entered the residual."""
+        for gradient, flat in zip(fresh, self.flats, strict=True):
+            size = flat.layout.partition_numel
+            for owner in owners:
+                space.lend(gradient, owner * size, (owner + 1) * size)
+
+    def _note_order(self, span: Span, residual, last, early, left) -> None:
+        """What ranks a span of own coordinates, and whether they are overdue, which its sign says."""
+        flat, kept = self.flats[span.flat], early or left
+        if kept is not None and not flat.layout.is_full:
+            by = kept[span.flat][span.start:span.stop]
+            if early is None:
+                by.copy_(residual)
+            self.kernels.mark_overdue(by, last, self.num_steps, flat.max_age)
 
     def _cuts(self, positions: Positions) -> dict[Span, tuple[int, int]]:
         """Where each span with a mask begins and ends among the positions of its partition."""
@@ -294,57 +322,63 @@ class Flow:
         """Everything, piece by piece. fresh: None to bring up to date what is waiting, without a step."""
         rank, world_size, state = self.transport.rank, self.layout.world_size, self.flats[0].weight.dtype
         for piece in self._through(self._columns):
-            sizes, own = [span.numel for span, _ in piece], [span for span, _ in piece if span.owner == rank]
-            numel, own_sizes = sum(sizes) // world_size, [span.numel for span in own]
+            sizes, own = [span.numel for span, _, _ in piece], [(span, last) for span, _, last in piece if span.owner == rank]
+            numel, own_sizes = sum(sizes) // world_size, [span.numel for span, _ in own]
             sent = self._empty(sum(sizes), wire)
-            for (span, residual), values in zip(piece, sent.split(sizes), strict=True):
+            for (span, residual, _), values in zip(piece, sent.split(sizes), strict=True):
                 self._enter(span, residual, fresh, factor, None, values, early)
             received = self.transport.to_owners(sent, [numel] * world_size, "values")
             del sent, values
             mean = mean_of_rows(received, self._empty(numel, state))
             del received
             message = self._empty(numel, self.flats[0].copies.dtype)
-            for span, mean_part, out in zip(own, mean.split(own_sizes), message.split(own_sizes), strict=True):
-                self._owner_step(self.flats[span.flat], slice(span.start, span.stop), mean_part, None, out, is_step=fresh is not None)
+            for (span, last), mean_part, out in zip(own, mean.split(own_sizes), message.split(own_sizes), strict=True):
+                self._owner_step(self.flats[span.flat], slice(span.start, span.stop), mean_part, None, out, last, fresh is not None)
             del mean, mean_part
             received = self.transport.gather(message, "weights")
-            for span, part in zip(own, received.split(own_sizes, dim=1), strict=True):
+            for (span, _), part in zip(own, received.split(own_sizes, dim=1), strict=True):
                 self.flats[span.flat].copies.view(world_size, -1)[:, span.start:span.stop] = part
             del message, received, out, part
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device)
 
-    def _owner_step(self, flat: FlatState, part: slice, mean, index, out, is_step: bool = True) -> None:
+    def _owner_step(self, flat: FlatState, part: slice, mean, index, out, last, is_step: bool = True) -> None:
         """Moves the owned coordinates at ``index`` (None: all) of a part of the partition; ``out`` gets their weights as the copies want
-        them. is_step: False: those that are up to date stay as they are."""
+        them. last: the steps of the last synchronisation of the part, or of these coordinates alone. is_step: False: those that are up to
+        date stay as they are."""
         group, device = flat.group, flat.weight.device
-        weight, momentum, last_sync = flat.weight[part], flat.momentum[part], flat.last_sync[part]
+        weight, momentum = flat.weight[part], flat.momentum[part]
         if not is_step:
-            index = (flat.ages(self.num_steps, part.start, part.stop) > 0).nonzero().view(-1)
+            index = (impl_reference.ages(last, self.num_steps) > 0).nonzero().view(-1)
         mean, index = mean.to(device), None if index is None else index.to(device)
         changed = out if is_step and out.device == device else torch.empty(mean.numel() if index is None else len(index), dtype=out.dtype,
                                                                             device=device)
-        scape_rule.synchronise(weight, momentum, last_sync, mean if is_step else mean[index], index, self.num_steps, flat.age_tables,
+        scape_rule.synchronise(weight, momentum, last, mean if is_step else mean[index], index, self.num_steps, flat.age_tables,
                                flat.decay_products, changed, lr=group["lr"], beta2=group["betas"][1], eps=group["eps"],
                                catch_up=self.params.catch_up, kernels=self.kernels)
         if changed is not out:
             out.copy_(changed if is_step else weight)
 
     # --- 6: the next mask ---------------------------------------------------------------------------------------------------------------
-    def _start_mask(self, ranked_by, are_scores: bool, positions, space: Workspace) -> None:
-        """ranked_by: per buffer [P], the residuals that are left, or scores."""
-        rank, masked = self.transport.rank, [i for i, flat in enumerate(self.flats) if not flat.layout.is_full]
-        device, numel = self.flats[0].weight.device, self.layout.mask_numel
+    def _choose(self, ranked_by, are_scores: bool, space: Workspace) -> torch.Tensor:
+        """bool [mask_numel], where the weights are. ranked_by: per buffer [P], residuals or scores; None: the residuals as they are stored,
+        which under offload the host waits for."""
+        device, numel, rank = self.flats[0].weight.device, self.layout.mask_numel, self.transport.rank
         empty = space.empty if device == self._device else None
         chosen = empty(numel, torch.bool) if empty else torch.empty(numel, dtype=torch.bool, device=device)
-        for i, part in zip(masked, self.codec.parts(chosen), strict=True):
+        for i, part in zip(self._masked, self.codec.parts(chosen), strict=True):
             flat = self.flats[i]
-            self.kernels.select(ranked_by[i].to(device), None if are_scores else flat.square, flat.last_sync, self.num_steps, flat.max_age,
-                                flat.layout.segments[rank], part, empty)
+            by = ranked_by[i] if ranked_by else flat.own(flat.residual, rank)
+            self.kernels.select(by.to(device), None if are_scores else flat.square, None if self._ages_pass else flat.stored_last_sync,
+                                self.num_steps, flat.max_age, flat.layout.segments[rank], part, empty)
+        return chosen
+
+    def _start_mask(self, chosen: torch.Tensor, positions) -> None:
+        rank = self.transport.rank
         if self.is_watched and not positions.dense:
-            present = [positions.of[rank][i] for i in masked]
-            both = sum(int(mask[index.to(device)].sum()) for mask, index in zip(self.codec.parts(chosen), present, strict=True))
+            present = [positions.of[rank][i] for i in self._masked]
+            both = sum(int(mask[index.to(chosen.device)].sum()) for mask, index in zip(self.codec.parts(chosen), present, strict=True))
             self.mask_overlap = both / max(1, sum(map(len, present)))
         self._send_mask(self.codec.encode(chosen, rank).to(self._device))
 

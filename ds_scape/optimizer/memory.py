@@ -6,15 +6,13 @@ q takes the place of the other.
 from typing import NamedTuple
 
 from ds_scape.kernels.impl_reference import LANES, position_dtype
+from ds_scape.optimizer import ranking, spans
 from ds_scape.optimizer.flow import Flow
-from ds_scape.optimizer.passage import PIECE
-from ds_scape.optimizer.workspace import Rooms
+from ds_scape.optimizer.passage import PIECE, piece_for
+from ds_scape.optimizer.workspace import ALIGNMENT, Rooms
 from ds_scape.sync.mask import MaskCodec
 from ds_scape.sync.partition import Layout
 from ds_scape.update.residual import WIRE_DTYPES
-
-#: What choosing coordinates takes on a GPU: bytes per tile of elements.
-_TILE, _TILE_BYTES = 512, 66 * 4
 
 
 class Sizes(NamedTuple):
@@ -31,50 +29,51 @@ USUAL = Sizes()
 
 
 def kept_bytes(layout: Layout, sizes: Sizes = USUAL, encoding: str = "auto") -> dict[str, int]:
-    """What a rank keeps from step to step: its "residual", the own coordinates' "ages", the "masks" of all ranks, which arrive during
-    forward and backward. "q" is in the place of Adam's second moment: it counts only beside dense AdamS."""
-    own = sum(flat.partition_numel for flat in layout.flats)
+    """What a rank keeps from step to step: its "residual", the own coordinates' "ages" (both in host memory with offload), the "masks" of
+    all ranks, which arrive during forward and backward. "q" is in the place of Adam's second moment: it counts only beside dense AdamS."""
+    own = _own_numel(layout)
     mask = _mask_bytes(layout, encoding)
     return {"residual": sizes.residual * own * layout.world_size, "ages": sizes.age * own,
             "masks": mask * (layout.world_size + (layout.world_size > 1)), "q": sizes.residual * own}
 
 
 def buffer_bytes(layout: Layout, sizes: Sizes = USUAL, num_buffers: int = 2, piece: int = PIECE) -> int:
-    """What offload keeps on the device in the residual's place."""
-    return num_buffers * sizes.residual * min(piece, sum(flat.partition_numel for flat in layout.flats) * layout.world_size)
+    """What offload keeps on the device in the place of residual and ages."""
+    return num_buffers * sizes.residual * piece_for(_own_numel(layout) * layout.world_size, piece)
 
 
 def masked_step_bytes(layout: Layout, sizes: Sizes = USUAL, encoding: str = "auto", *, offloaded: bool, lent: bool = True,
-                      literal: bool = False, chunk: int = LANES) -> int:
+                      literal: bool = False, chunk: int = LANES, piece: int = PIECE) -> int:
     """What a step with masks needs at most at a time, beyond what is kept: the largest over the ranks.
 
     lent: the gradients' memory may be used once they have entered the residual, as under ZeRO. literal: "mask_statistic" is "first_moment".
     """
-    sent, own = sum(layout.splits(False)), sum(flat.partition_numel for flat in layout.flats)
     gathered = _mask_bytes(layout, encoding) * layout.world_size if layout.world_size > 1 else 0
     positions = sum(position_dtype([f.partition_numel for f in layout.flats]).itemsize * sum(f.count(rank, False) for rank in range(
         layout.world_size)) for f in layout.flats if not f.is_full)
     unpacked = -(-layout.mask_numel // (1 << 16)) << 13                 # bits of one rank's mask, in blocks
-    taken = positions + sizes.value * sent - gathered            # the masks of all are not needed any more
-    spilled = max(_spilled(layout, rank, sizes, offloaded, lent) for rank in range(layout.world_size))
-    return max(_norm_bytes(layout, chunk), positions + unpacked, taken + spilled) + (3 * sizes.residual * own if literal else 0)
+    left = positions - gathered                                         # the masks of all are not needed any more
+    spilled = [_spilled(layout, rank, sizes, offloaded, lent, literal, piece)[:2] for rank in range(layout.world_size)]
+    most = max(_norm_bytes(layout, chunk), positions + unpacked, *(left + num for both in spilled for num in both))
+    return most + (3 * sizes.residual * _own_numel(layout) if literal else 0)
 
 
 def whole_step_bytes(layout: Layout, sizes: Sizes = USUAL, encoding: str = "auto", *, offloaded: bool, lent: bool = True,
                      literal: bool = False, chunk: int = LANES, piece: int = PIECE) -> int:
     """The same for a step without masks, which everything passes through in pieces; none are kept then, but at its end."""
-    own, ranks, masks = sum(flat.partition_numel for flat in layout.flats), layout.world_size, kept_bytes(layout, sizes, encoding)["masks"]
-    num = min(max(ranks, piece // ranks * ranks), own * ranks)
+    own, ranks, masks = _own_numel(layout), layout.world_size, kept_bytes(layout, sizes, encoding)["masks"]
+    num = min(max(ranks, (_coordinates(layout, sizes, piece, ranks) if offloaded else piece // ranks) * ranks), own * ranks)
     mine, received = num // ranks, num if ranks > 1 else 0
     exchange = max(sizes.value * (num + received), sizes.value * received + sizes.residual * mine,
                    (sizes.residual + sizes.weight) * mine, sizes.weight * (mine + received))
-    ranking = max(_spilled(layout, rank, sizes, offloaded, lent, exchanges=False) for rank in range(ranks))
-    return max(_norm_bytes(layout, chunk) - masks, exchange - masks, ranking) + (3 * sizes.residual * own if literal else 0)
+    found = [_spilled(layout, rank, sizes, offloaded, lent, literal, piece, exchanges=False)[1:] for rank in range(ranks)]
+    search, chosen = map(max, zip(*found, strict=True))
+    return max(max(_norm_bytes(layout, chunk), exchange, search) - masks, chosen) + (3 * sizes.residual * own if literal else 0)
 
 
 def design_bytes(layout: Layout) -> int:
     """What the design allows beyond dense ZeRO 1, with offload: 2 * 64 MiB + n / 4 + 8 * k."""
-    return 2 * 4 * PIECE + sum(flat.partition_numel for flat in layout.flats) * layout.world_size // 4 + 8 * sum(layout.splits(False))
+    return 2 * 4 * PIECE + _own_numel(layout) * layout.world_size // 4 + 8 * sum(layout.splits(False))
 
 
 def text(flow: Flow, gradient_bytes: int) -> str:
@@ -82,13 +81,13 @@ def text(flow: Flow, gradient_bytes: int) -> str:
     layout, flats, params = flow.layout, flow.flats, flow.params
     passage, flat = flats[0].passage, flats[0]
     sizes = Sizes(flat.weight.element_size(), gradient_bytes, WIRE_DTYPES[params.values_dtype].itemsize, flat.copies.element_size(),
-                  max(flat.last_sync.element_size() for flat in flats))
+                  max(flat.stored_last_sync.element_size() for flat in flats))
     device, host = kept_bytes(layout, sizes, params.mask_encoding), {}
     q = device.pop("q")
     if passage is not None:
-        host["residual"] = device.pop("residual")
-        device = {"buffers of the residual": buffer_bytes(layout, sizes, passage.num_buffers), **device}
-    if flat.weight.device != flat.copies.device:
+        host = {what: device.pop(what) for what in ("residual", "ages")}
+        device = {"buffers": buffer_bytes(layout, sizes, passage.num_buffers), **device}
+    elif flat.weight.device != flat.copies.device:
         host["ages"] = device.pop("ages")
     kept = [f"{_mb(sum(held.values()))} {where} ({', '.join(f'{what} {_mb(num)}' for what, num in held.items())})"
             for where, held in (("on the device", device), ("in host memory", host)) if held]
@@ -104,6 +103,15 @@ def _mb(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.1f} MB"
 
 
+def _own_numel(layout: Layout) -> int:
+    return sum(flat.partition_numel for flat in layout.flats)
+
+
+def _coordinates(layout: Layout, sizes: Sizes, piece: int, ranks: int = 1) -> int:
+    """How many own ones pass at a time, with their ages."""
+    return spans.fitting(piece_for(_own_numel(layout) * layout.world_size, piece), sizes.residual, sizes.age, ranks)
+
+
 def _mask_bytes(layout: Layout, encoding: str) -> int:
     return MaskCodec(layout, encoding).num_bytes if layout.has_masks else 0
 
@@ -112,35 +120,76 @@ def _norm_bytes(layout: Layout, chunk: int) -> int:
     return 16 * min(chunk, max(flat.partition_numel for flat in layout.flats) * layout.world_size)
 
 
-def _spilled(layout: Layout, rank: int, sizes: Sizes, offloaded: bool, lent: bool, exchanges: bool = True) -> int:
-    """What does not fit into the gradients' memory after they have entered the residual: as flow.py asks for it, in its order."""
-    numels, num_rows, rooms = [flat.partition_numel for flat in layout.flats], layout.world_size, Rooms()
+class _Space:
+    """The gradients' memory, as workspace.py hands it out."""
 
-    def lend(first: int, last: int) -> None:
-        for block, numel in enumerate(numels if lent else ()):
-            rooms.lend(block, sizes.gradient * numel * first, sizes.gradient * numel * last)
+    def __init__(self, layout: Layout, gradient_bytes: int, lent: bool):
+        self._rooms = Rooms()
+        self._sizes = [gradient_bytes * flat.partition_numel for flat in layout.flats if lent]
+        self.mark, self.release = self._rooms.mark, self._rooms.release
 
-    def take(*wanted, **alignment) -> int:
-        return sum(num_bytes for num_bytes in wanted if num_bytes and rooms.take(num_bytes, **alignment) is None)
+    def lend(self, owners) -> None:
+        for block, size in enumerate(self._sizes):
+            for owner in owners:
+                self._rooms.lend(block, size * owner, size * (owner + 1))
 
-    def take_residuals() -> int:
-        return take(*(sizes.residual * numel for numel in numels), alignment=sizes.residual) if offloaded else 0
+    def take(self, *sizes: int, tight: int = ALIGNMENT, at_end: bool = False) -> tuple[int, list]:
+        """(how many bytes of these do not fit, where the others are)."""
+        places = [(size, self._rooms.take(size, tight, at_end)) for size in sizes if size]
+        return sum(size for size, place in places if place is None), [(size, place) for size, place in places if place is not None]
 
-    left, exchange = 0, 0
-    if offloaded and exchanges:
-        lend(0, rank)
-        lend(rank + 1, num_rows)
-        left = take_residuals()
-        lend(rank, rank + 1)
+    def give_back(self, places: list) -> None:
+        for size, (block, start) in places:
+            self._rooms.lend(block, start, start + size)
+
+    def spilled(self, *sizes: int) -> int:
+        """The same for what is soon not needed any more."""
+        mark = self.mark()
+        num_bytes = self.take(*sizes)[0]
+        self.release(mark)
+        return num_bytes
+
+
+def _spilled(layout: Layout, rank: int, sizes: Sizes, offloaded: bool, lent: bool, literal: bool, piece: int,
+             exchanges: bool = True) -> tuple[int, int, int]:
+    """What the gradients' memory does not suffice for, after they have entered the residual, in the order in which flow.py asks for it:
+    while values and weights are exchanged, while the next mask is found, and while it is sent."""
+    space, ranks, left, exchange, passes = _Space(layout, sizes.gradient, lent), layout.world_size, 0, 0, offloaded and not literal
+    if not exchanges:
+        space.lend(range(ranks))
     else:
-        lend(0, num_rows)
-        left = take_residuals()
-    if exchanges:
-        others, splits, mark = num_rows if num_rows > 1 else 0, layout.splits(False), rooms.mark()
-        mean, rest = take(sizes.residual * splits[rank]), rooms.mark()
-        received = take(sizes.value * splits[rank] * others)
-        rooms.release(rest)
-        exchange = mean + max(received, take(sizes.weight * max(splits), sizes.weight * max(splits) * others))
-        rooms.release(mark)
-    notes = [-(-numel // _TILE) * _TILE_BYTES for flat, numel in zip(layout.flats, numels, strict=True) if not flat.is_full]
-    return left + max(exchange, take(layout.mask_numel, *notes))
+        splits, ages = layout.splits(False), (0, [])
+        if offloaded:
+            space.lend([owner for owner in range(ranks) if owner != rank])
+            if passes and lent and ranking.fit_beside_the_exchange(layout, rank, *(sizes[i] for i in (0, 1, 2, 4))):
+                masked = (flat for flat in layout.flats if not flat.is_full)
+                left, passes = space.take(*(sizes.residual * flat.partition_numel for flat in masked), tight=sizes.residual)[0], False
+            ages = space.take(*(sizes.age * num for num in layout.counts(rank, False)), tight=sizes.age, at_end=rank == 0)
+        space.lend([rank] if offloaded else range(ranks))
+        mean, others = space.take(sizes.residual * splits[rank], tight=sizes.residual), ranks if ranks > 1 else 0
+        values = sizes.value * sum(splits) + space.spilled(sizes.value * splits[rank] * others)
+        message = space.take(sizes.weight * max(splits), tight=sizes.weight)
+        exchange = left + ages[0] + mean[0] + max(values, message[0])
+        space.give_back(mean[1] + ages[1])
+        exchange = max(exchange, left + message[0] + space.spilled(sizes.weight * max(splits) * others))
+        space.give_back(message[1])
+    if passes:
+        return exchange, _ranking_bytes(layout, rank, sizes, space, piece), space.spilled(layout.mask_numel)
+    notes = (ranking.notes_bytes(flat.partition_numel) for flat in layout.flats if not flat.is_full)
+    search = left + space.spilled(layout.mask_numel, *notes)
+    return exchange, search, search
+
+
+def _ranking_bytes(layout: Layout, rank: int, sizes: Sizes, space: _Space, piece: int) -> int:
+    """Where what ranks the own coordinates passes once more (ranking.py)."""
+    most = space.spilled(layout.mask_numel) + 3 * min(ranking.SLICE, layout.mask_numel)
+    for group in ranking.groups(layout.flats, rank, _coordinates(layout, sizes, piece)):
+        mark = space.mark()
+        held = space.take(sizes.residual * group.numel if len(group.pieces) > 1 else 0, tight=sizes.residual)[0]
+        if ranking.is_in_slices(group, lambda *wanted: not space.spilled(*wanted)):
+            needed = held + ranking.SLICE_BYTES * min(ranking.SLICE, group.numel)
+        else:
+            needed = held + space.spilled(group.numel, ranking.notes_bytes(group.numel)) + 3 * min(ranking.SLICE, group.numel)
+        space.release(mark)
+        most = max(most, needed)
+    return -(-layout.mask_numel // 8) + most

@@ -1,4 +1,4 @@
-"""The way of residuals in host memory through a device: piece by piece, through a few buffers, beside everything else that the device does.
+"""The way of residuals and ages in host memory through a device: piece by piece, through a few buffers, beside all else that it does.
 
 A piece is copied in, is worked on, and is copied back. The copies in both directions run on streams of their own, so that they and the
 arithmetic go on at the same time, and nothing waits on the host: the last pieces are still being written back when the next forward pass
@@ -14,20 +14,26 @@ from ds_scape.config import Offload
 PIECE = 1 << 24
 
 
-def host_residual(numel: int, dtype: torch.dtype, device: torch.device, pin_memory: bool = True) -> torch.Tensor:
-    """Zeros [numel] in host memory, page-locked where ``device`` is a GPU (copies from other memory make the host wait)."""
+def host_zeros(numel: int, dtype: torch.dtype, device: torch.device, pin_memory: bool = True) -> torch.Tensor:
+    """[numel] in host memory, page-locked where ``device`` is a GPU (copies from other memory make the host wait)."""
     return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pin_memory and device.type == "cuda")
 
 
 def passage_for(settings: Offload, device: torch.device, numel: int) -> "Passage | None":
     """The way that these settings ask for, for residuals of ``numel`` elements in all; None where they stay on the device."""
-    return Passage(device, max(1, min(PIECE, numel)), settings.buffers) if settings.residual == "cpu" else None
+    return Passage(device, piece_for(numel), settings.buffers) if settings.residual == "cpu" else None
+
+
+def piece_for(numel: int, piece: int = PIECE) -> int:
+    """Elements of a piece where there are ``numel`` in all: of a small model everything, ages included."""
+    return min(piece, numel + numel // 2 + 1)
 
 
 class Passage:
     """Takes pieces of host tensors through a device. Not thread-safe. All on one current stream: what uses the pieces is queued there.
 
-    A *piece* is a list of views of host tensors, up to ``piece`` elements together, which lie one after another in a buffer.
+    A *piece* is a list of views of host tensors, which lie one after another in a buffer: those of the largest elements first, together no
+    more bytes than ``piece`` of these elements have.
     """
 
     def __init__(self, device: torch.device, piece: int = PIECE, num_buffers: int = 2, streams=None):
@@ -54,8 +60,9 @@ class Passage:
         """Lets the first pieces come in already. pass_through() of the same is to follow, or settle()."""
         self._begun = self._places(pieces), deque(self._fetch(piece) for piece in pieces[:self.num_buffers])
 
-    def pass_through(self, pieces: list[list[torch.Tensor]]):
-        """Yields every piece as it lies on the device, one after another. What the current stream does to it will be in host memory."""
+    def pass_through(self, pieces: list[list[torch.Tensor]], write_back: bool = True):
+        """Yields every piece as it lies on the device, one after another. What the current stream does to it will be in host memory.
+        write_back: False: it will not."""
         if self._begun is None or self._begun[0] != self._places(pieces):
             self.begin(pieces)
         (_, arriving), self._begun = self._begun, None
@@ -64,7 +71,7 @@ class Passage:
             self._streams.wait("work", arrived)
             yield parts
             self._streams.wait("out", self._streams.mark("work"))
-            for host, part in zip(piece, parts, strict=True):
+            for host, part in zip(piece, parts, strict=True) if write_back else ():
                 self._streams.copy("out", host, part)
             self._written = self._streams.mark("out")
             arriving.extend(self._fetch(further) for further in pieces[i + self.num_buffers:i + self.num_buffers + 1])
@@ -79,7 +86,9 @@ class Passage:
 
     def _fetch(self, piece):
         which, self._turn = self._turn, (self._turn + 1) % self.num_buffers
-        parts = self._buffer(which, piece[0].dtype)[:sum(map(len, piece))].split([len(host) for host in piece])
+        sizes = [host.nbytes for host in piece]
+        buffer = self._buffer(which, piece[0].dtype).view(torch.uint8)[:sum(sizes)]
+        parts = [part.view(host.dtype) for host, part in zip(piece, buffer.split(sizes), strict=True)]
         self._streams.wait("in", self._written)
         for host, part in zip(piece, parts, strict=True):
             self._streams.copy("in", part, host)

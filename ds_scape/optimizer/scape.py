@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from ds_scape.config import GroupParams, parse
 from ds_scape.optimizer.flow import Flow, StepResult
-from ds_scape.optimizer.passage import host_residual, passage_for
+from ds_scape.optimizer.passage import host_zeros, passage_for
 from ds_scape.optimizer.refusals import check_last_group
 from ds_scape.optimizer.state import FlatState, sync_steps
 from ds_scape.sync.partition import TensorSlot, flat_layout
@@ -17,7 +17,7 @@ from zipscape.errors import ConfigError, describe
 log = logging.getLogger("ds_scape")
 GROUP_KEYS = (*GroupParams.model_fields, "density")
 #: Names of the state as saved; the first two are Adam's, because DeepSpeed's tools look for them. exp_avg_sq holds q (docs/scape.md).
-STATE = {"exp_avg": "momentum", "exp_avg_sq": "square", "last_sync": "last_sync"}
+STATE = {"exp_avg": "momentum", "exp_avg_sq": "square", "last_sync": "stored_last_sync"}
 #: More of it where no ZeRO keeps master weights and residuals.
 OWN_STATE = {"residual": "stored_residual", "master": "weight"}
 
@@ -113,9 +113,9 @@ class SCAPE(torch.optim.Optimizer):
                 weight = copies.to(dtype)           # the same storage where the dtype is: then the copies are the master
                 layout = flat_layout([TensorSlot(0, p.numel(), p.dim())], p.numel(), 1, group["density"])
                 momentum, square = torch.zeros_like(weight), torch.zeros_like(weight)
-                last_sync = sync_steps(weight, self.params, group["density"])
-                residual = torch.zeros_like(weight) if passage is None else host_residual(p.numel(), dtype, p.device,
-                                                                                          self.params.offload.pin_memory)
+                last_sync = sync_steps(weight, self.params, group["density"], passage)
+                residual = torch.zeros_like(weight) if passage is None else host_zeros(p.numel(), dtype, p.device,
+                                                                                       self.params.offload.pin_memory)
                 flats.append(FlatState(layout, copies, residual, weight, momentum, square, last_sync, group, self.params, passage))
         self._trained = [id(p) for p in params]
         return Flow(flats, self.params, Transport())
@@ -128,6 +128,12 @@ class SCAPE(torch.optim.Optimizer):
         """The state as torch keeps it: the flow's own tensors, by parameter."""
         for p, flat in zip(self._parameters(), self._flow.flats, strict=True):
             self.state[p].update(self._named(flat), step=self._flow.num_steps)
+
+    def publish_ages(self) -> None:
+        """What of the state stays in host memory under offload."""
+        for p, flat in zip(self._parameters(), self._flow.flats, strict=True):
+            if flat.stored_last_sync.device != flat.weight.device:
+                self.state[p]["last_sync"] = flat.stored_last_sync
 
     def adopt_state(self) -> int:
         """Takes m and q back from where the host put them, into ``state`` by parameter; returns the step found there."""

@@ -28,6 +28,11 @@ def partitions(flats: tuple[FlatLayout, ...], owners: list[int]) -> list[Span]:
     return [Span(i, owner, 0, flat.partition_numel) for i, flat in enumerate(flats) for owner in owners]
 
 
+def fitting(most: int, size: int, own_size: int, ranks: int = 1) -> int:
+    """Coordinates that fit where ``most`` elements of ``size`` bytes do, if each takes ``ranks`` such elements and ``own_size`` bytes."""
+    return most * size // (ranks * size + own_size)
+
+
 def pieces(spans: Iterable[Span], most: int) -> list[list[Span]]:
     """The same elements in the same order, in pieces of up to ``most`` elements, all but the last of exactly so many."""
     result, room = [], 0

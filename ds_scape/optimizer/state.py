@@ -5,7 +5,7 @@ import torch
 
 from ds_scape.config import ScapeParams
 from ds_scape.kernels import impl_reference
-from ds_scape.optimizer.passage import Passage
+from ds_scape.optimizer.passage import Passage, host_zeros
 from ds_scape.sync.partition import FlatLayout
 from ds_scape.update import tables
 from ds_scape.update.adams import decay_factor
@@ -17,9 +17,13 @@ def _oldest(params: ScapeParams, density: float) -> int:
     return min(2 * max_age, max_age + int(2 / density)) + 2
 
 
-def sync_steps(weight: torch.Tensor, params: ScapeParams, density: float) -> torch.Tensor:
-    """Zeros [P] beside the weights, of the smallest type that ages can be read from. (Padding may wait for longer; it has no age.)"""
-    return torch.zeros_like(weight, dtype=torch.int16 if _oldest(params, density) < 1 << 16 else torch.int32, requires_grad=False)
+def sync_steps(weight: torch.Tensor, params: ScapeParams, density: float, passage: Passage | None = None) -> torch.Tensor:
+    """Zeros [P] of the smallest type that ages can be read from (padding may wait for longer; it has no age): beside the weights, or in
+    host memory where residuals pass through the weights' device, and the ages with them."""
+    dtype = torch.int16 if _oldest(params, density) < 1 << 16 else torch.int32
+    if passage is not None and passage.device == weight.device:
+        return host_zeros(weight.numel(), dtype, weight.device, params.offload.pin_memory)
+    return torch.zeros_like(weight, dtype=dtype, requires_grad=False)
 
 
 @dataclass
@@ -37,8 +41,8 @@ class FlatState:
     """[P]: AdamS's m."""
     square: torch.Tensor
     """[P]: moving average of the rank's own squared gradient; ranks coordinates, nothing else."""
-    last_sync: torch.Tensor
-    """[P]: step of the last synchronisation, 0 before the first; int16 where the step modulo 65,536 says enough, else int32."""
+    stored_last_sync: torch.Tensor
+    """[P]: see ``last_sync``. Under offload its last pieces may still be on their way."""
     group: dict
     """The parameter group: "lr", "betas", "eps", "weight_decay", "density", read afresh in every step."""
     params: ScapeParams
@@ -59,6 +63,14 @@ class FlatState:
         if self.passage is not None:
             self.passage.settle()
         return self.stored_residual
+
+    @property
+    def last_sync(self) -> torch.Tensor:
+        """[P]: step of the last synchronisation, 0 before the first; int16 where the step modulo 65,536 says enough, else int32. Under
+        offload in host memory; the host waits until it is whole."""
+        if self.passage is not None:
+            self.passage.settle()
+        return self.stored_last_sync
 
     @property
     def age_tables(self) -> tables.AgeTables:

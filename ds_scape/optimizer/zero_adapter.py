@@ -15,7 +15,7 @@ from deepspeed.utils.logging import print_dist
 
 from ds_scape.optimizer import checkpoint, memory
 from ds_scape.optimizer.flow import Flow
-from ds_scape.optimizer.passage import host_residual, passage_for
+from ds_scape.optimizer.passage import host_zeros, passage_for
 from ds_scape.optimizer.state import FlatState, sync_steps
 from ds_scape.optimizer.statistics import StepRows
 from ds_scape.sync.partition import TensorSlot, flat_layout
@@ -68,11 +68,11 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         weight.grad = None                                  # under offload, a buffer for a gradient that never comes
         layout = flat_layout(slots, copies.numel(), self.partition_count[i], group["density"])
         momentum, square = (torch.zeros_like(weight, requires_grad=False) for _ in range(2))
-        last_sync = sync_steps(weight, params, group["density"])
+        last_sync = sync_steps(weight, params, group["density"], passage)
         if passage is None:
             residual = torch.zeros_like(copies, dtype=weight.dtype)
         else:
-            residual = host_residual(copies.numel(), weight.dtype, copies.device, params.offload.pin_memory)
+            residual = host_zeros(copies.numel(), weight.dtype, copies.device, params.offload.pin_memory)
         return FlatState(layout, copies, residual, weight, momentum, square, last_sync, group, params, passage)
 
     def _announce_memory(self) -> None:
@@ -218,12 +218,15 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
             print_dist("SCAPE: loaded a universal checkpoint; the next step runs without masks", ranks=[0])
 
     def offload_states(self, include=None, device=OffloadDeviceEnum.cpu, pin_memory=True, non_blocking=False):
+        self.flow.settle()
         super().offload_states(include, device, pin_memory, non_blocking)
         if include is None or OffloadStateTypeEnum.optim_states in include:
             self._move_residuals(device.value)
 
     def reload_states(self, non_blocking=False):
+        self.flow.settle()
         super().reload_states(non_blocking)
+        self.optimizer.publish_ages()                       # DeepSpeed brings all of the state to the device
         self._move_residuals(get_accelerator().current_device_name())
 
     def _move_residuals(self, device) -> None:

@@ -335,12 +335,13 @@ def case_scape_adams_universal_checkpoint(rank, world_size):
 
 def case_states_go_to_the_host_and_back(rank, world_size):
     """C119: offload_states and reload_states in mid-run change nothing, residuals included; two groups, their parameters reordered."""
-    changed = {**config("full"), "zero_optimization": {"stage": 2, "round_robin_gradients": True}}
-    engine, other = (initialize(changed, parameters=two_groups) for _ in range(2))
-    for number in range(9):
-        if number in (3, 6):
-            other.offload_states(pin_memory=False)
-            other.reload_states()
-        assert micro_step(engine, number) == micro_step(other, number), number
-    for a, b in zip(state_of(engine), state_of(other), strict=True):
-        assert_same_bits(a, b)
+    for offload in (False, True):
+        changed = {**config("full", offload=offload), "zero_optimization": {"stage": 2, "round_robin_gradients": True}}
+        engine, other = (initialize(changed, parameters=two_groups) for _ in range(2))
+        for number in range(9):
+            if number in (3, 6):
+                other.offload_states(pin_memory=False)
+                other.reload_states()
+            assert micro_step(engine, number) == micro_step(other, number), number
+        for a, b in zip(state_of(engine), state_of(other), strict=True):
+            assert_same_bits(a, b)

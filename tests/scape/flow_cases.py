@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 
 from ds_scape.optimizer import flow as flow_module
+from ds_scape.optimizer import ranking
 from ds_scape.update import adams
 from ds_scape.update.scape_rule import step_bound
 from tests.helpers.bits import assert_same_bits
 from tests.scape.flow_helpers import Problem, compare, run
+from tests.scape.test_passage import UnrulyStreams
 from zipscape.errors import ZipScapeError
 
 STEPS = 46          # max_age is 40 at density 0.1: overdue coordinates come up
@@ -47,10 +49,43 @@ def case_dense_warmup_then_index_masks(rank, world_size):
 
 
 def case_offload(rank, world_size):
-    """Pieces of 100 elements, which divide neither buffers nor partitions; one piece for all; the literal reading, which ranks early."""
+    """Pieces of 100 elements, which divide neither buffers nor partitions; one piece for all; the literal reading, which ranks early;
+    ages that stay where the weights are, as under optimizer offload."""
     _equal_to_simulation(rank, world_size, 20, dtype=torch.bfloat16, offload=True, max_norm=0.004)
     _equal_to_simulation(rank, world_size, 8, offload=True, piece=1 << 20, densities=(0.02, 1.0, 0.02), dense_warmup_steps=3)
     _equal_to_simulation(rank, world_size, 8, offload=True, mask_statistic="first_moment", catch_up=False)
+    flow, _ = _equal_to_simulation(rank, world_size, 8, offload=True, elsewhere=True)
+    flow.flush()
+    assert flow._ages_pass == (flow.flats[0].copies.device.type != "cpu")
+    assert not any(flat.ages(8).any() or flat.residual.any() for flat in flow.flats)
+
+
+def case_offload_for_long_enough_that_coordinates_are_overdue(rank, world_size):
+    """In every way to rank: as the residuals pass or once more, by the kernels or without room for them, in slices."""
+    for settings, slice_ in (({"piece": 100}, 64), ({"piece": 60, "dtype": torch.bfloat16}, 40)):
+        with mock.patch.object(ranking, "SLICE", slice_), mock.patch.object(
+                ranking, "TILE_BYTES", 1 << 20 if slice_ == 40 else ranking.TILE_BYTES):
+            flow, _ = _equal_to_simulation(rank, world_size, 26, densities=(0.2, 0.2, 0.1), offload=True, kernels="best", **settings)
+        assert flow.flats[0].stored_last_sync.device.type == "cpu" and max(int(flat.ages(26).max()) for flat in flow.flats) > 20
+
+
+def case_offload_on_streams_that_run_late(rank, world_size):
+    """Residuals and ages pass, some of them twice a step, in any order that the waits allow; looked at now and then, and flushed."""
+    for seed, dtype in enumerate((torch.float32, torch.bfloat16)):
+        problem = Problem(world_size, dtype=dtype, offload=True, dense_warmup_steps=2, kernels="best")
+        flow, simulation = problem.flow(dist, rank), problem.simulation()
+        flow.flats[0].passage._streams = UnrulyStreams(10 * rank + seed)
+        for step in range(1, 16):
+            gradients = [problem.gradient(worker, step) for worker in range(world_size)]
+            simulation.step([[g.clone() for g in own] for own in gradients])
+            if step % 3:
+                flow.prefetch()
+            flow.step(gradients[rank], may_overwrite=True)
+            if step % 5 == 0:
+                compare(flow, simulation, f"step {step}:")
+        flow.flush()
+        assert not any(flat.ages(flow.num_steps).any() for flat in reversed(flow.flats))
+        assert not any(flat.residual.any() for flat in flow.flats)
 
 
 def case_steps_without_masks_go_in_pieces(rank, world_size):
@@ -63,7 +98,8 @@ def case_steps_without_masks_go_in_pieces(rank, world_size):
             continue
         partition = sum(flat.layout.partition_numel for flat in flow.flats)
         exchanged = [num for name, num in counter.sent if name == "all_to_all_single"]
-        num_pieces = -(-partition // (37 // world_size))
+        ages = 2 if flow.flats[0].passage else 0            # they pass with the residuals, in the same memory
+        num_pieces = -(-partition // (37 * 4 // (4 * world_size + ages)))
         assert len(exchanged) == 4 * num_pieces + 3
         assert sum(exchanged[:num_pieces]) == 2 * partition * (world_size - 1)
         before = [flat.residual.abs().sum() for flat in flow.flats]
@@ -257,6 +293,7 @@ def case_a_step_waits_for_the_device_once(rank, world_size):
                     stack.enter_context(mock.patch.object(torch.Tensor, name, counted(getattr(torch.Tensor, name), seen, name)))
                 stack.enter_context(mock.patch.object(flow, "_start_mask", start_mask))
                 flow.step(gradient, max_norm=0.004)
+            seen.pop("numpy", None)                         # a CPU's square roots, where what passes is ranked
             assert seen == expected, seen
 
 

@@ -3,7 +3,7 @@ import torch
 
 from ds_scape.config import ScapeParams
 from ds_scape.optimizer.flow import Flow
-from ds_scape.optimizer.passage import Passage, host_residual
+from ds_scape.optimizer.passage import Passage, host_zeros
 from ds_scape.optimizer.state import FlatState, sync_steps
 from ds_scape.sync.partition import TensorSlot, flat_layout
 from ds_scape.sync.transport import Transport
@@ -27,8 +27,10 @@ def slots_of(shapes):
 class Problem:
     """Buffers, groups and gradients; equal on all ranks, from seeds."""
 
-    def __init__(self, world_size, *, dtype=torch.float32, densities=(0.1, 0.1, 0.03), seed=0, shapes=SHAPES, piece=100, **params):
+    def __init__(self, world_size, *, dtype=torch.float32, densities=(0.1, 0.1, 0.03), seed=0, shapes=SHAPES, piece=100, elsewhere=False,
+                 **params):
         self.piece = piece                  # elements that an offloaded residual moves at a time
+        self.elsewhere = elsewhere          # they move, on a CPU, through one that does not count as the weights' device
         self.world_size, self.dtype, self.seed = world_size, dtype, seed
         self.wire = torch.float64 if dtype == torch.float64 else {"bf16": torch.bfloat16, "fp32": torch.float32}[
             params.get("values_dtype", "bf16")]
@@ -74,14 +76,15 @@ class Problem:
 
     def flow(self, comm=None, rank=0) -> Flow:
         flats, device = [], self.buffers[0].device
-        passage = Passage(device, self.piece, self.params.offload.buffers) if self.params.offload.residual == "cpu" else None
+        through = torch.device("cpu:0") if self.elsewhere and device.type == "cpu" else device
+        passage = Passage(through, self.piece, self.params.offload.buffers) if self.params.offload.residual == "cpu" else None
         for slots, buffer, group in zip(self.slots, self.buffers, self.groups, strict=True):
             layout = flat_layout(slots, buffer.numel(), self.world_size, group["density"])
             part = buffer.to(self.state_dtype()).split(layout.partition_numel)[rank].clone()
             residual = torch.zeros(buffer.numel(), dtype=part.dtype)
-            residual = host_residual(len(residual), part.dtype, buffer.device) if passage else residual
+            residual = host_zeros(len(residual), part.dtype, buffer.device) if passage else residual
             flats.append(FlatState(layout, buffer.clone(), residual, part, torch.zeros_like(part), torch.zeros_like(part),
-                                   sync_steps(part, self.params, group["density"]), dict(group), self.params, passage))
+                                   sync_steps(part, self.params, group["density"], passage), dict(group), self.params, passage))
         flow = Flow(flats, self.params, Transport(comm, None, rank, self.world_size))
         flow._wire = self.wire
         return flow

@@ -130,18 +130,38 @@ def check_scatter(kernels, n, share, dtype, seed=0, offset=1):
             lambda f, **t: f(**t), offset)
 
 
+def check_take_ages(kernels, n, share, first=0, seed=0, offset=1):
+    index = None if share is None else chosen(n, share, seed)
+    step, last = synchronised(100, torch.randint(0, 100, (n,), generator=rng(seed), dtype=torch.int32), seed)
+    out = torch.zeros(n if index is None else len(index), dtype=last.dtype)
+    compare(kernels, "take_ages", {"last_sync": last, "index": None if index is None else index + first, "out": out},
+            lambda f, last_sync, index, out: f(last_sync, index, first, step, out), offset)
+
+
+def check_mark(kernels, n, max_age, seed=0, offset=1):
+    step, last = synchronised(100, torch.randint(0, 100, (n,), generator=rng(seed), dtype=torch.int32), seed)
+    compare(kernels, "mark_overdue", {"rank_by": spread(n, seed), "last_sync": last},
+            lambda f, rank_by, last_sync: f(rank_by, last_sync, step, max_age), offset)
+
+
 def check_select(kernels, rank_by, square, segments, *, overdue=0.02, seed=0, offset=1):
     n = rank_by.numel()
     last = torch.randint(61, 99, (n,), generator=rng(seed + 5), dtype=torch.int32)
     last[torch.rand(n, generator=rng(seed + 6)) < overdue] = 7
     step, last = synchronised(100, last, seed)
+    if seed % 4 == 1:                                           # the same from what has the signs of those that are overdue
+        by_sign = rank_by.clone()
+        reference.mark_overdue(by_sign, last, step, 40)
+        compare(kernels, "select", {"rank_by": by_sign, "square": square}, lambda f, rank_by, square: f(
+            rank_by, square, reference.upper_halves(rank_by), -1, 0, segments), offset)
     compare(kernels, "select", {"rank_by": rank_by, "square": square, "last_sync": last},
             lambda f, rank_by, square, last_sync: f(rank_by, square, last_sync, step, 40, segments), offset)
 
 
 def check_owner(kernels, n, *, share=0.1, out_dtype=BF16, decay=True, catch_up=True, max_age=40, seed=0, offset=1, specials=True,
-                equal_ages=False):
-    """share None: all coordinates. equal_ages: as after a step without masks, but for the last coordinate."""
+                equal_ages=False, by_place=False):
+    """share None: all coordinates. by_place: last_sync is of those at index alone. equal_ages: as after a step without masks, but for the
+    last coordinate."""
     make = spread if specials else plain
     index = None if share is None else chosen(n, share, seed)
     num = n if index is None else len(index)
@@ -157,7 +177,7 @@ def check_owner(kernels, n, *, share=0.1, out_dtype=BF16, decay=True, catch_up=T
         last_sync[:-1] = 99 - seed % 90
     step, last_sync = synchronised(100, last_sync, seed)
     tensors = {"weight": make(n, seed), "momentum": make(n, seed + 1), "mean_value": make(num, seed + 2), "index": index,
-               "last_sync": last_sync, "out": torch.zeros(num, dtype=out_dtype)}
+               "last_sync": last_sync[index] if by_place else last_sync, "out": torch.zeros(num, dtype=out_dtype)}
     compare(kernels, "owner_step", tensors, lambda f, weight, momentum, mean_value, index, last_sync, out: f(
         weight, momentum, last_sync, mean_value, index, step, by_age, products, 0.01, 0.95, 1e-6, catch_up, out), offset)
 

@@ -47,8 +47,9 @@ def test_settings_change_what_they_should(tmp_path):
     bits = rows(tmp_path, "--params", "350M", "--ranks", "8", "--mask-encoding", "bits")
     assert bits["SCAPE 0.01"]["mask_bytes"] == 350_000_000 / 8 / 8 * 7 > plain["SCAPE 0.01"]["mask_bytes"]
     offload = rows(tmp_path, "--params", "350M", "--ranks", "8", "--offload")
-    assert (plain["SCAPE 0.1"]["host_bytes"], offload["SCAPE 0.1"]["host_bytes"]) == (0, 4 * 350_000_000)
-    assert plain["SCAPE 0.1"]["device_bytes"] - offload["SCAPE 0.1"]["device_bytes"] == 4 * 350_000_000 - (128 << 20)
+    stored = 4 * 350_000_000 + 2 * 350_000_000 // 8            # residual, ages
+    assert (plain["SCAPE 0.1"]["host_bytes"], offload["SCAPE 0.1"]["host_bytes"]) == (0, stored)
+    assert plain["SCAPE 0.1"]["device_bytes"] - offload["SCAPE 0.1"]["device_bytes"] == stored - (128 << 20)
 
 
 def test_time_is_bytes_over_the_link(tmp_path):
@@ -67,7 +68,10 @@ def test_time_is_bytes_over_the_link(tmp_path):
     assert half["dense, all-reduce"]["exposed_s"] == pytest.approx(4.8 - 0.7)                  # no more than there is time for
     assert half["SCAPE 0.1"]["exposed_s"] == scape["exposed_s"]
     offload = timed("0.7", "--offload", "--host-link", "16")["SCAPE 0.1"]
-    assert offload["exposed_s"] - scape["exposed_s"] == pytest.approx(3200e6 / 16e9)
+    # Residual and ages; those of the own half once more, to be ranked.
+    assert offload["exposed_s"] - scape["exposed_s"] == pytest.approx((3200e6 + 800e6 + 1600e6 + 800e6) / 16e9)
+    plain, moved = (timed("0.7", "--ranks", "4", *more)["SCAPE 0.1"] for more in ((), ("--offload", "--host-link", "16")))
+    assert moved["exposed_s"] - plain["exposed_s"] == pytest.approx((3200e6 + 400e6) / 16e9)
 
 
 def test_the_example_of_the_docs(tmp_path):

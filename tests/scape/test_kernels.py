@@ -5,7 +5,7 @@ import subprocess
 import pytest
 import torch
 
-from ds_scape.kernels import c_structs, cuda_plans, impl_cpu, impl_cuda
+from ds_scape.kernels import c_structs, cuda_plans, impl_cpu, impl_cuda, ops
 from ds_scape.kernels import impl_reference as reference
 from ds_scape.sync.partition import Segment
 from tests.scape import kernel_cases as cases
@@ -173,6 +173,26 @@ def test_select_of_a_segment_of_several_pieces(kernels, numel, counts):
 
 
 @pytest.mark.parametrize("share", [None, 0.0, 0.05, 1.0])
+def test_ages_that_pass_with_a_residual(kernels, share):
+    for i, n in enumerate(SIZES):
+        cases.check_take_ages(kernels, n, share, first=(0, 12345)[i % 2], seed=i, offset=i % 4)
+        cases.check_mark(kernels, n, max_age=(40, 1, 101)[i % 3], seed=i, offset=i % 4)
+
+
+def test_signs_say_what_is_overdue():
+    """Of numbers of 4 and 8 bytes, infinity and NaN: the choice that ages make."""
+    n, segments = 5000, (Segment(0, 4000, 300), Segment(4000, 5000, 7))
+    for i, dtype in enumerate((FP32, torch.float64)):
+        step, last = cases.synchronised(100, torch.randint(0, 99, (n,), generator=cases.rng(i), dtype=torch.int32), i)
+        r, q = cases.spread(n, i).to(dtype), cases.plain(n, 5).abs().to(dtype)
+        expected, by_sign = reference.select(r, q, last, step, 95, segments), r.clone()
+        reference.mark_overdue(by_sign, last, step, 95)
+        assert torch.equal(by_sign.abs().nan_to_num(), r.abs().nan_to_num()) and expected.sum() == 307
+        assert torch.equal(ops.REFERENCE.select(by_sign, q, None, step, 95, segments), expected)
+        assert not torch.equal(ops.REFERENCE.select(r, q, None, step, 95, segments), expected)
+
+
+@pytest.mark.parametrize("share", [None, 0.0, 0.05, 1.0])
 @pytest.mark.parametrize("decay", [True, False])
 @pytest.mark.parametrize("catch_up", [True, False])
 def test_owner_step(kernels, share, decay, catch_up):
@@ -180,6 +200,8 @@ def test_owner_step(kernels, share, decay, catch_up):
         cases.check_owner(kernels, n, share=share, out_dtype=(BF16, FP16, FP32)[i % 3], decay=decay, catch_up=catch_up, seed=i,
                           offset=i % 4, max_age=(40, 3)[i % 2], specials=i % 3 != 1)
         cases.check_owner(kernels, n, share=share, decay=decay, catch_up=catch_up, seed=i, max_age=(40, 3)[i % 2], equal_ages=True)
+        if share is not None:
+            cases.check_owner(kernels, n, share=share, decay=decay, catch_up=catch_up, seed=i, offset=i % 4, by_place=True)
 
 
 @pytest.mark.parametrize("step", [0, 1, 7])

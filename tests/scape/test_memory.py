@@ -10,14 +10,17 @@ import torch
 from ds_scape.cli import estimate
 from ds_scape.kernels import impl_reference
 from ds_scape.optimizer import flow as flow_module
-from ds_scape.optimizer import memory, passage, workspace
+from ds_scape.optimizer import memory, ranking, workspace
 from ds_scape.sync import mask as masks
 from ds_scape.sync import sparse_reduce
+from ds_scape.sync.partition import Layout, TensorSlot, flat_layout
 from tests.scape.flow_helpers import Problem
 
 SHAPES = [[(700, 300), (400, 500)], [(3000,)], [(10, 10)]]
-#: Elements, in place of 64 and 4 MiB.
-PIECE, CHUNK = 1 << 14, 1 << 10
+#: Density: the smallest number of ranks that keep the design's bound beside AdamS.
+BESIDE_ADAMS = {0.1: 10, 0.01: 16, 0.001: 17}
+#: Elements, in place of 16.8 million, 524,288 and 2 million.
+PIECE, CHUNK, SLICE = 1 << 14, 1 << 10, 1 << 13
 
 
 class Echo:
@@ -53,9 +56,11 @@ def test_a_step_stays_below_what_is_said(world_size, offload, density):
     that goes in one piece.)"""
     flow, steps = peaks(world_size, offload, density, may_overwrite=True)
     layout, own = flow.layout, sum(flat.layout.partition_numel for flat in flow.flats)
-    whole = memory.whole_step_bytes(layout, offloaded=offload, chunk=CHUNK, piece=PIECE) + memory.kept_bytes(layout)["masks"]
-    whole += 2 * 4 * PIECE if offload else 0                    # from the first step on
-    masked = memory.masked_step_bytes(layout, offloaded=offload, chunk=CHUNK)
+    with mock.patch.object(ranking, "SLICE", SLICE):
+        whole, masked = (function(layout, offloaded=offload, chunk=CHUNK, piece=PIECE)
+                         for function in (memory.whole_step_bytes, memory.masked_step_bytes))
+    whole += memory.kept_bytes(layout)["masks"]
+    whole += memory.buffer_bytes(layout, piece=PIECE) if offload else 0         # from the first step on
     for step, peak, bound in ((1, steps[0], whole), (2, steps[1], masked), (3, steps[2], masked)):
         assert bound - 0.9 * own < peak < bound + small_bytes(flow), f"step {step}: {peak} bytes, {bound} said, {own} in a partition"
 
@@ -63,12 +68,13 @@ def test_a_step_stays_below_what_is_said(world_size, offload, density):
 def test_gradients_that_are_still_needed_are_left_alone():
     """Their memory is used only if the caller says so; then what is said is more."""
     flow, steps = peaks(4, True, 0.1, may_overwrite=False)
-    lent, kept = (memory.masked_step_bytes(flow.layout, offloaded=True, chunk=CHUNK, lent=lent) for lent in (True, False))
+    with mock.patch.object(ranking, "SLICE", SLICE):
+        lent, kept = (memory.masked_step_bytes(flow.layout, offloaded=True, chunk=CHUNK, piece=PIECE, lent=lent) for lent in (True, False))
     assert lent + small_bytes(flow) < max(steps[1:]) < kept + small_bytes(flow)
 
 
 def test_nothing_is_handed_out_twice():
-    """Lent in any order and pieces, neighbours joined; taken, released, at any alignment."""
+    """Lent in any order and pieces, neighbours joined; taken, given back one by one, released, at any alignment and end."""
     choice, blocks = random.Random(3), [torch.zeros(size, dtype=torch.uint8) for size in (5000, 70_000, 1)]
     for _ in range(200):
         space, cuts = workspace.Workspace(torch.device("cpu"), blocks), []
@@ -84,11 +90,16 @@ def test_nothing_is_handed_out_twice():
         taken, mark = [], space.mark()
         for number in range(1, 40):
             numel, dtype = choice.choice(((3000, torch.bfloat16), (7, torch.bool), (500, torch.float32), (0, torch.float32)))
-            tensor = space.empty(numel, dtype, is_tight=number % 3 == 0)
+            tensor = space.empty(numel, dtype, is_tight=number % 3 == 0, at_end=number % 4 == 0)
             assert tensor.numel() == numel and tensor.dtype == dtype
             tensor.fill_(number % 2)
-            taken.append(tensor)
-            assert all(bool((tensor == i % 2).all()) for i, tensor in enumerate(taken, 1))
+            taken.append((tensor, number % 2))
+            assert all(bool((tensor == value).all()) for tensor, value in taken)
+            if number % 5 == 0:
+                space.give_back(taken.pop(choice.randrange(len(taken)))[0])
+        for tensor, _ in taken:
+            space.give_back(tensor)
+        assert space.mark() == mark
         for block, start, stop in (cut for cut in cuts if not any(cut[0] is of[0] and cut[1:] == of[1:] for of in lent)):
             assert not block[start:stop].any(), "memory that was not lent"
         space.release(mark)
@@ -99,35 +110,64 @@ def test_nothing_is_handed_out_twice():
     assert whole.empty(70_000, torch.uint8).data_ptr() == blocks[1].data_ptr()
 
 
-def test_where_the_designs_bound_holds():
-    """With offload, beyond dense ZeRO 1 with Adam, and with AdamS: as docs/scape.md says."""
-
-    def holds(world_size, density, beside_adams=False):
-        layout = estimate.layout_of(8_000_000_000, world_size, density)
-        kept = memory.kept_bytes(layout)
-        most = memory.buffer_bytes(layout) + kept["ages"] + kept["masks"] + kept["q"] * beside_adams + max(
-            memory.masked_step_bytes(layout, offloaded=True), memory.whole_step_bytes(layout, offloaded=True))
-        return most <= memory.design_bytes(layout)
-
-    for density, first, beside_adams in ((0.1, 5, 14), (0.01, 8, 23), (0.0001, 9, 25)):
-        assert [holds(w, density) for w in (2, 4, first - 1, first, 64)] == [False, False, False, True, True]
-        assert [holds(w, density, True) for w in (beside_adams - 1, beside_adams, 64)] == [False, True, True]
-    assert all(holds(w, density) for w in (9, 16, 64) for density in (0.0001, 0.001, 0.03, 0.1, 0.3, 0.5))
-    assert holds(4, 0.15) and holds(4, 0.2) and not any(holds(2, density) for density in (0.1, 0.4, 0.9))
+def most_of(layout, beside_adams=False) -> int:
+    """At any time on the device, with offload, beyond dense ZeRO 1 with Adam, or with AdamS."""
+    kept = memory.kept_bytes(layout)
+    return memory.buffer_bytes(layout) + kept["masks"] + kept["q"] * beside_adams + max(
+        memory.masked_step_bytes(layout, offloaded=True), memory.whole_step_bytes(layout, offloaded=True))
 
 
-@pytest.mark.parametrize("world_size", [4, 5, 8, 64])
+#: Numbers of weights: one that much divides, two that nothing does, and the smallest of the text.
+@pytest.mark.parametrize("numel", [(4 << 30) - (1 << 20), 3_717_072_867, 1_021_441_894, 300_000_003])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8, 64])
+def test_the_designs_bound_holds(world_size, numel):
+    """128 MiB + n / 4 + 8 k, at every rank and density, with one matrix alone: the hardest to rank. (Found by this: message and mean that
+    lie where they do not fit by a few bytes.)"""
+    for density in (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5):
+        layout = estimate.layout_of(numel, world_size, density)
+        assert most_of(layout) <= memory.design_bytes(layout), density
+
+
+@pytest.mark.parametrize("shares, most", [((1.0,), 0.5), ((0.5, 0.5), 0.4), ((0.97, 0.03), 0.4), ((0.25,) * 4, 0.2)])
+@pytest.mark.parametrize("num_tensors", [3, 40])
+def test_the_designs_bound_holds_for_many_tensors(shares, most, num_tensors):
+    """2 billion weights, in groups of these shares."""
+    for world_size, density in itertools.product((2, 3, 4, 8, 64), (0.001, 0.01, 0.1, 0.2, 0.3, 0.4, 0.5)):
+        flats = []
+        for share in shares if density <= most else ():
+            numel = int(2e9 * share / num_tensors)
+            slots = [TensorSlot(i * numel, numel, 2) for i in range(num_tensors)]
+            flats.append(flat_layout(slots, -(-num_tensors * numel // world_size) * world_size, world_size, density))
+        layout = Layout(tuple(flats), world_size)
+        assert not flats or most_of(layout) <= memory.design_bytes(layout), (world_size, density)
+
+
+def test_where_the_designs_bound_does_not_hold():
+    """As docs/scape.md says: on one rank; with nearly all of the coordinates; beside AdamS on few ranks; in small models."""
+
+    def holds(world_size, density, numel=4_000_000_000, beside_adams=False):
+        layout = estimate.layout_of(numel, world_size, density)
+        return most_of(layout, beside_adams) <= memory.design_bytes(layout)
+
+    assert not any(holds(1, density) for density in (0.001, 0.1, 0.5)) and not holds(2, 0.9)
+    assert not holds(2, 0.001, 200_000_000) and not holds(2, 0.1, 8_000_000_000)
+    for density, first in BESIDE_ADAMS.items():
+        assert [holds(w, density, beside_adams=True) for w in (first - 1, first, 64)] == [False, True, True]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8, 64])
 @pytest.mark.parametrize("density", [0.1, 0.01])
 def test_the_formula_of_the_text(world_size, density):
-    """From 4 ranks on, bf16, one large matrix; with offload."""
-    n = 4 << 30
+    """bf16, one large matrix; with offload."""
+    n = 4_000_000_000
     layout = estimate.layout_of(n, world_size, density)
     k = sum(layout.splits(False))
     masks = min(n / 8, 2 * k + n / 16384)
-    kept, expected = memory.kept_bytes(layout), 2 * n / world_size + masks * (1 + 1 / world_size)
-    assert kept["ages"] + kept["masks"] == pytest.approx(expected, rel=1e-3)
-    assert memory.masked_step_bytes(layout, offloaded=True) == pytest.approx(max(4 * k + n / 8 / world_size, 6 * k - masks), rel=1e-3)
-    assert memory.whole_step_bytes(layout, offloaded=True) <= 2 * 2 * passage.PIECE
+    assert memory.kept_bytes(layout)["masks"] == pytest.approx(masks * (1 + 1 / world_size), rel=1e-3)
+    step = max(4 * k + n / 8 / world_size, 6 * k - masks)
+    assert memory.masked_step_bytes(layout, offloaded=True) == pytest.approx(step, rel=1e-3)
+    whole = max(0, n / 8 / world_size - masks * (1 + 1 / world_size)) + 64 * (1 << 20)
+    assert memory.whole_step_bytes(layout, offloaded=True) <= whole
 
 
 def peaks(world_size, offload, density, may_overwrite):
@@ -135,7 +175,7 @@ def peaks(world_size, offload, density, may_overwrite):
     problem = Problem(world_size, dtype=torch.bfloat16, shapes=SHAPES, densities=(density,) * 3, offload=offload, piece=PIECE)
     gradients, echo = [problem.gradient(0, step) for step in range(1, 4)], Echo(world_size)
     with mock.patch.object(flow_module, "PIECE", PIECE), mock.patch.object(impl_reference, "LANES", CHUNK), mock.patch.object(
-            sparse_reduce, "ON_CPU", 1 << 8):
+            sparse_reduce, "ON_CPU", 1 << 8), mock.patch.object(ranking, "SLICE", SLICE):
         flow = problem.flow(echo, 0)
         echo.make_masks(flow)
         with torch.autograd.profiler.profile(profile_memory=True) as profile:

@@ -1,0 +1,139 @@
+"""Who is in the next mask where the own residuals are in host memory: found while they pass through the device, in groups of segments, so
+that neither they nor a mask of a byte per coordinate has to be on the device whole."""
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ds_scape.kernels import impl_reference
+from ds_scape.kernels.ops import Kernels
+from ds_scape.optimizer import spans
+from ds_scape.optimizer.state import FlatState
+from ds_scape.optimizer.workspace import Workspace
+from ds_scape.sync.partition import FlatLayout, Layout, Segment
+
+#: Elements that are looked at together where the kernels have no room.
+SLICE = 1 << 21
+#: Bytes for each of them.
+SLICE_BYTES = 16
+#: What a kernel's selection notes down on a GPU, and a little more: bytes per tile of elements.
+TILE, TILE_BYTES = 512, 67 * 4
+
+
+class Group(NamedTuple):
+    """Neighbouring segments of one partition of one buffer."""
+    flat: int
+    start: int
+    stop: int
+    segments: tuple[tuple[int, int, int], ...]
+    """(start, stop, number to choose), from the group's start on."""
+    pieces: tuple[spans.Span, ...]
+    """What passes at a time: all of it, or parts of its only segment."""
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+def groups(flats: tuple[FlatLayout, ...], rank: int, most: int) -> list[Group]:
+    """All of the rank's segments that masks cover, in groups of up to ``most`` elements; larger segments are groups of their own."""
+    result = []
+    for i, flat in enumerate(flats):
+        own: list[list[Segment]] = []
+        for segment in () if flat.is_full else flat.segments[rank]:
+            if own and segment.stop - own[-1][0].start <= most:
+                own[-1].append(segment)
+            else:
+                own.append([segment])
+        for group in own:
+            start, stop = group[0].start, group[-1].stop
+            pieces = tuple(span for (span,) in spans.pieces([spans.Span(i, rank, start, stop)], most))
+            result.append(Group(i, start, stop, tuple((s.start - start, s.stop - start, s.num_sent) for s in group), pieces))
+    return result
+
+
+def fit_beside_the_exchange(layout: Layout, rank: int, residual: int, gradient: int, value: int, age: int) -> bool:
+    """Whether the own residuals find room where the other partitions' gradients were, and what is exchanged where gradients were at all:
+    then they need not pass once more. Sizes in bytes."""
+    own, num, ranks = sum(flat.partition_numel for flat in layout.flats), layout.splits(False)[rank], layout.world_size
+    return (ranks - 1) * gradient >= residual + age and residual * own + (age + residual + value * ranks) * num <= gradient * ranks * own
+
+
+def choose_passing(of: list[Group], passing, flats: list[FlatState], step: int, space: Workspace, kernels: Kernels) -> torch.Tensor:
+    """bool, the masks of all buffers that are not full, one after another: per segment as many as are to be chosen. passing: yields for
+    every piece of the groups (span, its residual, which is overwritten, its last synchronisations), on the device of all that is made."""
+    starts, numel = {}, 0
+    for i, flat in enumerate(flats):
+        starts[i], numel = numel, numel + (0 if flat.layout.is_full else flat.layout.partition_numel)
+    bits = torch.zeros(-(-numel // 8), dtype=torch.uint8, device=flats[0].weight.device)
+    mark, by, ways = space.mark(), None, [(group, span) for group in of for span in group.pieces]
+    for (group, span), ((_, residual, last),) in zip(ways, passing, strict=True):
+        flat, begin = flats[group.flat], starts[group.flat] + group.start
+        kernels.mark_overdue(residual, last, step, flat.max_age)
+        if len(group.pieces) == 1:
+            by = residual
+        elif span.start == group.start:
+            by = space.empty(group.numel, residual.dtype, is_tight=True)
+        if len(group.pieces) > 1:
+            by[span.start - group.start:span.stop - group.start] = residual
+        if span.stop < group.stop:
+            continue
+        square, wanted = flat.square[group.start:group.stop], group.segments[0][2]
+        if is_in_slices(group, space.has_room):
+            for part in choose_in_slices(by, square, wanted):
+                put_bits(bits, begin, part)
+                begin += len(part)
+        else:
+            chosen = space.empty(group.numel, torch.bool)
+            kernels.select(by, square, None, step, flat.max_age, group.segments, chosen, space.empty)
+            put_bits(bits, begin, chosen)
+        by = None
+        space.release(mark)
+    return bytes_of_bits(bits, space.empty(numel, torch.bool))
+
+
+def is_in_slices(group: Group, has_room) -> bool:
+    """Whether the kernels' selection would need memory that is not there, beside the residuals: then it goes without. has_room(*sizes in
+    bytes): whether there is memory for all of them."""
+    return len(group.pieces) > 1 and 0 < group.segments[0][2] < group.numel and not has_room(group.numel, notes_bytes(group.numel))
+
+
+def notes_bytes(numel: int) -> int:
+    """What the kernels' selection needs beside what it chooses, on a GPU."""
+    return (-(-numel // TILE) + 1) * TILE_BYTES
+
+
+def choose_in_slices(rank_by: torch.Tensor, square: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
+    """As ops.select for one segment, ``last_sync`` None and 0 < count < n, without room for anything as long as the segment: yields bool,
+    slice by slice. rank_by [n] is overwritten. The last key that is chosen is found bit by bit; the host does not wait."""
+    keys = rank_by.view(torch.int32 if rank_by.element_size() == 4 else torch.int64)
+    sign = torch.iinfo(keys.dtype).min
+    for key, part, q in zip(*(t.split(SLICE) for t in (keys, rank_by, square)), strict=True):
+        is_kept = key & sign
+        part.copy_(impl_reference.score_residual(part, q))
+        key.bitwise_or_(is_kept).bitwise_xor_(sign)             # now they order like integers
+    parts, last = keys.split(SLICE), keys.new_full((), sign)
+    for bit in reversed(range(8 * keys.element_size())):
+        larger = last ^ (sign if 1 << bit == -sign else 1 << bit)
+        last = torch.where(sum((part >= larger).sum() for part in parts) >= count, larger, last)
+    left = count - sum((part > last).sum() for part in parts)
+    for part in parts:
+        equal = part == last
+        before = equal.cumsum(0, dtype=torch.int32)
+        yield (part > last) | equal & (before <= left)
+        left = left - before[-1]
+
+
+def put_bits(bits: torch.Tensor, start: int, chosen: torch.Tensor) -> None:
+    """Sets those of the bits from number ``start`` on, all of them 0, for which ``chosen`` (bool [n]) is true."""
+    for part in chosen.split(SLICE):
+        packed = impl_reference.pack_bits(torch.nn.functional.pad(part, (start % 8, 0)))
+        bits[start // 8:start // 8 + len(packed)] |= packed
+        start += len(part)
+
+
+def bytes_of_bits(bits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """``out`` (bool [n]) from ceil(n / 8) bytes."""
+    for part, packed in zip(out.split(SLICE), bits.split(SLICE // 8), strict=True):
+        part.copy_(impl_reference.unpack_bits(packed, len(part)))
+    return out

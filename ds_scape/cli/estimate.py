@@ -34,7 +34,7 @@ LEFT_OUT = (
     "gradients.",
     "Tensors of one dimension, which are always dense, parameter groups with a density of their own, and frozen parameters: all "
     "parameters count as one matrix with 16-bit weights.",
-    "Of the memory: 32 MiB for the norm. The rest is what a step with masks needs at its most, beyond dense ZeRO 1 with Adam.",
+    "Of the memory: 8 MiB for the norm. The rest is what a step with masks needs at its most, beyond dense ZeRO 1 with Adam.",
     "Steps of the dense warm-up, and the first one: they send as much as dense ZeRO with a reduce-scatter.",
     "Quality: whether the loss is good enough at this density, or after how many steps, is not part of it.",
 )

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ds_zipccl.collectives import nccl_direct
-from ds_zipccl.collectives.addresses import Addresses
 from ds_zipccl.collectives.mailbox_meeting import Meeting
 from ds_zipccl.collectives.place import Loan, place_of
 from ds_zipccl.errors import CollectiveError
@@ -160,12 +159,10 @@ class SideChannel:
         # No key of the store is used twice. The store counts, not the process: a later group of the same name may have other ranks.
         self._keys = f"{name}/{size}/{handshake.next_meeting(self._place.store, rank, size, name=name)}"
         store = dist.PrefixStore(self._keys, self._place.store)
-        self._addresses: Addresses | None = None
         self._connecting: Loan | None = None
+        self._launched_works: list[dist.Work] = []      # of gloo's, which may wait in the store
         if device.type == "cpu":                # others wait for its address
-            self._addresses = Addresses(store, rank, size, timeout, f"group {group.group_name}")
             self._backend = self._gloo()
-            self._addresses.tell()
         self._tags, self._idle, self._options = {}, None, {}
         self._nccl: nccl_direct.Communicator | bool | None = None            # None: not asked for yet
         self._num_words_sent, self._connected, self._is_aborted = 0, False, False
@@ -186,7 +183,7 @@ class SideChannel:
     def _gloo(self):
         options = dist.ProcessGroupGloo._Options()
         options._devices, options._timeout = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)], self._timeout
-        return dist.ProcessGroupGloo(self._addresses.local, self._rank, self._size, options)
+        return dist.ProcessGroupGloo(self._loan.store, self._rank, self._size, options)
 
     @functools.cached_property
     def _loan(self) -> Loan:
@@ -221,7 +218,9 @@ class SideChannel:
         if self._connecting is not None:
             self._connecting.give_back()
             self._connecting = None
-        return work if self._addresses is None else self._addresses.watched(work)
+        elif self._device.type == "cpu":
+            self._launched_works = [work, *(before for before in self._launched_works if not before.is_completed())]
+        return work
 
     # Status words (``words.Words``), on a GPU queued on their stream. They go one way or the other on all ranks.
 
@@ -334,11 +333,10 @@ class SideChannel:
             pieces = [[part.get(r, empty) for r in range(self._size)] for part in (received, sent)]
             self._launched(self._backend.alltoall(*pieces)).wait()
             return
-        with self._addresses.naming_the_absent():
-            works = [self._backend.recv([data], peer, self._tag(peer, self._rank)) for peer, data in received.items()]
-            works += [self._backend.send([data], peer, self._tag(self._rank, peer)) for peer, data in sent.items()]
-            for work in works:
-                work.wait()
+        works = [self._backend.recv([data], peer, self._tag(peer, self._rank)) for peer, data in received.items()]
+        works += [self._backend.send([data], peer, self._tag(self._rank, peer)) for peer, data in sent.items()]
+        for work in works:
+            work.wait()
 
     def _tag(self, source: int, target: int) -> int:
         """Both ends count the messages of their pair: one that failed cannot be taken for the next."""
@@ -351,23 +349,19 @@ class SideChannel:
             self._idle.wait()
             self._idle = None
         self._nccl = False
-        self._part("its group was closed")
-        for loan in (self._connecting, self.__dict__.get("_loan")):
-            if loan is not None:
-                loan.give_back()
+        self._meeting.end("its group was closed")
+        if all([work.is_completed() for work in self._launched_works]):         # else gloo may wait in it still: nobody else's then
+            for loan in (self._connecting, self.__dict__.get("_loan")):
+                if loan is not None:
+                    loan.give_back()
         shutdown = getattr(self.__dict__.get("_backend"), "shutdown", None)         # older torch: dropping the object ends it
         if shutdown is not None:
             shutdown()
 
-    def _part(self, why: str) -> None:
-        self._meeting.end(why)
-        if self._addresses is not None:
-            self._addresses.end(why)
-
     def abort(self) -> None:
         """Ends the communicator on this rank alone, whatever is in flight. Waits for nothing."""
         self._nccl, self._is_aborted = False, True
-        self._part("its group was aborted")
+        self._meeting.end("its group was aborted")
         if "_backend" in self.__dict__:
             abort_backend(self._backend, self._device.type)
 

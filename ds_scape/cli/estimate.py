@@ -1,9 +1,6 @@
 """``ds_scape estimate``: bytes, memory and step time of SCAPE on a given model and cluster, beside dense ZeRO. Bytes and memory come from
 ds_scape/sync/traffic.py and ds_scape/optimizer/memory.py, which tests compare with what is really sent and kept; the time is bytes over a
 link's speed and no more."""
-import math
-import re
-
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -14,13 +11,13 @@ from ds_scape.sync.partition import Layout, TensorSlot, flat_layout
 from ds_scape.sync.traffic import dense_zero_bytes, step_bytes
 from zipscape.errors import ConfigError, describe
 from zipscape.machine import write_json
+from zipscape.quantities import check_above_zero, check_share, parse_count
 
 HELP = "bytes, memory and step time on a given model and cluster, without running anything"
 DESCRIPTION = """What one rank sends per step, keeps beyond dense ZeRO, and how long a step would take: a calculation, not a measurement.
 Without --link and --step-time the times are left out. What the calculation leaves out is printed below its table."""
 WEIGHT_BYTES = 2
 VALUE_BYTES = {"bf16": 2, "fp32": 4}
-UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 DENSE, ALL_REDUCED = "dense, reduce-scatter", "dense, all-reduce"
 #: {title: columns}: two tables, since one would be too wide for a terminal.
 TABLES = {"MB that a rank sends per step": ("values", "weights", "mask", "all", "times less"),
@@ -58,15 +55,6 @@ def add_arguments(parser) -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the rows here")
 
 
-def parse_count(text: str) -> int:
-    """"350M" -> 350000000. Raises ConfigError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBGT]?)", text.strip().upper())
-    count = round(float(match[1]) * UNITS[match[2]]) if match else 0
-    if not 1 <= count <= 1e15:
-        raise ConfigError(describe("--params", got=text, expected="a number from 1 to 1e15, or one with K, M, B or T: 350M, 1.8B"))
-    return count
-
-
 def _densities(text: str) -> list[float]:
     try:
         found = [float(word) for word in text.split(",")]
@@ -80,12 +68,8 @@ def _densities(text: str) -> list[float]:
 def _check(args) -> None:
     if args.ranks < 1:
         raise ConfigError(describe("--ranks", got=args.ranks, expected="1 or more"))
-    for name in ("link", "step_time", "host_link"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(describe(f"--{name.replace('_', '-')}", got=value, expected="a number above 0"))
-    if not 0 <= args.overlap <= 1:
-        raise ConfigError(describe("--overlap", got=args.overlap, expected="a number from 0 to 1"))
+    check_above_zero(args, "link", "step_time", "host_link")
+    check_share(args, "overlap")
 
 
 def layout_of(num_params: int, num_ranks: int, density: float) -> Layout:

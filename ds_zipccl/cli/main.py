@@ -2,10 +2,10 @@
 import argparse
 import sys
 
-from ds_zipccl.cli import bench, report
+from ds_zipccl.cli import bench, estimate, report
 from zipscape.errors import ZipScapeError
 
-COMMANDS = {"bench": bench, "report": report}
+COMMANDS = {"bench": bench, "estimate": estimate, "report": report}
 
 
 def main(argv: list[str] | None = None) -> int:

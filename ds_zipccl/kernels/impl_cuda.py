@@ -183,16 +183,19 @@ class CudaKernels:
         num_words, before, run = workspace_words(num_rows, g), (None, 0), self._calls.bind_encode(
             g, g.numel * g.itemsize, frames.data_ptr(), frames.stride(0), num_rows, skip, status.data_ptr())
 
-        def encode(x: torch.Tensor, buffers=(frames, status)) -> None:          # keeps the buffers
+        def queue(x: int) -> None:
             nonlocal before
-            if index != _current_device():
-                with torch.cuda.device(index):
-                    return encode(x)
-            ops.enough(x, needed)
             stream = _current_stream(index)
             if stream != before[0] or _is_capturing():
                 before = stream, self._device(index).workspace(stream, num_words)
-            run(x.data_ptr() + first, before[1], stream)
+            run(x, before[1], stream)
+
+        def encode(x: torch.Tensor, buffers=(frames, status)) -> None:          # keeps the buffers
+            ops.enough(x, needed)
+            if index == _current_device():
+                return queue(x.data_ptr() + first)
+            with torch.cuda.device(index):          # not by calling itself: a function that knows itself outlives its last user
+                queue(x.data_ptr() + first)
 
         return encode
 
@@ -204,11 +207,11 @@ class CudaKernels:
                                       self._device(index).unread)
 
         def decode(out: torch.Tensor, buffer=frames) -> None:
-            if index != _current_device():
-                with torch.cuda.device(index):
-                    return decode(out)
             ops.enough(out, needed)
-            run(out.data_ptr() + first, _current_stream(index))
+            if index == _current_device():
+                return run(out.data_ptr() + first, _current_stream(index))
+            with torch.cuda.device(index):
+                run(out.data_ptr() + first, _current_stream(index))
 
         return decode
 
@@ -219,12 +222,12 @@ class CudaKernels:
         run = self._calls.bind_decode_reduce(g, frames.data_ptr(), frames.stride(0), frames.shape[0], own_index, self._device(index).unread)
 
         def decode_reduce(x: torch.Tensor, out: torch.Tensor, buffer=frames) -> None:
-            if index != _current_device():
-                with torch.cuda.device(index):
-                    return decode_reduce(x, out)
             ops.enough(x, needed)
             ops.enough(out, g.numel)
-            run(x.data_ptr() + first, out.data_ptr(), _current_stream(index))
+            if index == _current_device():
+                return run(x.data_ptr() + first, out.data_ptr(), _current_stream(index))
+            with torch.cuda.device(index):
+                run(x.data_ptr() + first, out.data_ptr(), _current_stream(index))
 
         return decode_reduce
 

@@ -1,8 +1,15 @@
 """Frame buffers: reused, bounded, and old sizes do not keep new ones out."""
+import gc
+import types
+import weakref
+
+import pytest
 import torch
 
+from ds_zipccl.codec.codec import Codec
 from ds_zipccl.collectives import streams
 from ds_zipccl.collectives.workspace import PAGE_BYTES, Workspace
+from ds_zipccl.kernels import impl_cuda
 
 CPU = torch.device("cpu")
 
@@ -56,3 +63,31 @@ def test_what_ends_on_another_stream_is_not_kept_where_nobody_looks(monkeypatch)
     assert workspace.take(1000, CPU).whole is not same.whole             # that one is for its own stream
     now[0] = "launch"
     assert workspace.take(1000, CPU).whole is same.whole
+
+
+@pytest.mark.parametrize("bind", [
+    lambda kernels, frames, g: kernels.bind_encode(frames, torch.empty(1, dtype=torch.int32), g, -1, 0),
+    lambda kernels, frames, g: kernels.bind_decode(frames, g, -1, 0),
+    lambda kernels, frames, g: kernels.bind_decode_reduce(frames, 0, g, 0)], ids=["encode", "decode", "decode_reduce"])
+def test_frames_go_with_the_kernels_bound_to_them(bind, monkeypatch):
+    """At once, not when Python next looks for cycles: until then the memory of calls out of use would exceed the bound."""
+    monkeypatch.setattr(impl_cuda, "_current_device", lambda: -1)       # where a CPU's tensors say that they are
+    monkeypatch.setattr(impl_cuda, "_current_stream", lambda index: 0)
+    monkeypatch.setattr(impl_cuda, "_is_capturing", lambda: False)
+    ran = []
+    run = lambda *given: lambda *addresses: ran.append(addresses)       # noqa: E731
+    calls = types.SimpleNamespace(prepare=lambda: (0, 1000, 8), bind_encode=run, bind_decode=run, bind_decode_reduce=run)
+    codec = Codec.of(torch.bfloat16, 3000, "cpu")
+    frames = codec.empty_frames(1, CPU)
+    function, alive = bind(impl_cuda.CudaKernels(calls, "nothing"), frames, codec.geometry), weakref.ref(frames)
+    function(*[torch.zeros(3000, dtype=torch.bfloat16)] * (2 if "reduce" in function.__name__ else 1))
+    del frames
+    assert len(ran) == 1 and alive() is not None
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        del function
+        assert alive() is None
+    finally:
+        if was_on:
+            gc.enable()

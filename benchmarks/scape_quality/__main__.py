@@ -6,7 +6,7 @@ from the repository root, on a GPU (or, tiny, on a CPU); prepare.py makes the te
 product's kernels do SCAPE's part, and before anything is trained they are compared with the product's flow. Ends after --seconds and goes
 on where it stopped when it is called again with the same --folder; with --whole only those runs are made that can end in time.
 
-Settings are chosen on the part "tune" of the held-out files (--sweep), the table shows the part "report".
+Settings are chosen on the part "tune" of the held-out files (--runs NAME@LR tries others), and the part "report" is what counts.
 """
 import argparse
 import gc
@@ -28,32 +28,37 @@ from benchmarks.scape_quality.run import Held, Job, Run, side_by_side
 from ds_scape.kernels import loader
 from zipscape.machine import write_json
 
-#: The most important first. dense_warmup_steps: a share of all. Learning rates: of the study before this code, which had other text.
-ROWS = (("adams", dict(optimizer="adams", lr=5e-4)),
-        ("scape90", dict(optimizer="scape", lr=5e-4, density=0.1)),
-        ("scape99_warm", dict(optimizer="scape", lr=5e-4, density=0.01, dense_warmup_steps=0.05)),
-        ("adamw", dict(optimizer="adamw", lr=2e-3)),
-        ("scape99", dict(optimizer="scape", lr=2.5e-4, density=0.01)),
-        ("scape90_warm", dict(optimizer="scape", lr=5e-4, density=0.1, dense_warmup_steps=0.05)))
-#: What --sweep tries around the rows' learning rates.
-FACTORS = {"adams": (0.5, 1, 2), "adamw": (0.5, 1, 2), "scape90": (0.5, 1, 2), "scape90_warm": (1,), "scape99": (1, 2, 4),
-           "scape99_warm": (0.5, 1, 2)}
+#: The most important first. dense_warmup_steps: a share of all. Learning rates: those with the least loss on the part "tune".
+ROWS = {"adams": dict(optimizer="adams", lr=5e-4),
+        "scape90": dict(optimizer="scape", lr=5e-4, density=0.1),
+        "scape99_warm": dict(optimizer="scape", lr=5e-4, density=0.01, dense_warmup_steps=0.05),
+        "adamw": dict(optimizer="adamw", lr=2e-3),
+        "scape99": dict(optimizer="scape", lr=2.5e-4, density=0.01),
+        "scape90_warm": dict(optimizer="scape", lr=5e-4, density=0.1, dense_warmup_steps=0.05)}
 
 
 def jobs(args) -> list[Job]:
-    """Seed 1 of all rows, then seed 2."""
+    """All runs of seed 1, then of seed 2."""
     shape = Shape(args.vocab, args.dim, args.layers, max(1, args.dim // 64), args.seq_len)
     common = dict(steps=args.steps, workers=args.workers, batch=args.batch, shape=shape)
     made = []
     for seed in args.seeds:
-        for name, fields in ROWS:
-            warm = {"dense_warmup_steps": round(fields["dense_warmup_steps"] * args.steps)} if "dense_warmup_steps" in fields else {}
-            if args.only and name not in args.only.split(","):
-                continue
-            for factor in FACTORS[name] if args.sweep else (1,):
-                more = {"lr": fields["lr"] * factor} | warm
-                made.append(Job(name=f"{name}.x{factor}" if args.sweep else name, seed=seed, **(fields | more | common)))
+        for name, lr in args.runs:
+            fields = dict(ROWS[name])
+            fields["dense_warmup_steps"] = round(fields.get("dense_warmup_steps", 0) * args.steps)
+            made.append(Job(name=name, seed=seed, **(fields | common | ({"lr": lr} if lr else {}))))
     return made
+
+
+def named_runs(given: str) -> list[tuple[str, float | None]]:
+    """``NAME[@LR],...``, of ROWS."""
+    found = []
+    for one in given.split(","):
+        name, _, lr = one.partition("@")
+        if name not in ROWS:
+            raise argparse.ArgumentTypeError(f"there is no run {name!r}, only {', '.join(ROWS)}")
+        found.append((name, float(lr) if lr else None))
+    return found
 
 
 def parse(argv=None):
@@ -68,8 +73,7 @@ def parse(argv=None):
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=4096)
-    parser.add_argument("--only", help="of " + ",".join(name for name, _ in ROWS))
-    parser.add_argument("--sweep", action="store_true", help="several learning rates a row; choose by the part tune")
+    parser.add_argument("--runs", type=named_runs, default=",".join(ROWS), help="NAME[@LR],...; the most important first")
     parser.add_argument("--side-by-side", type=int, default=6, help="runs at a time")
     parser.add_argument("--seconds", type=float, default=400, help="stop after so long, all told")
     parser.add_argument("--whole", action="store_true", help="make only runs that end in time, the first of the list first; no checkpoints")

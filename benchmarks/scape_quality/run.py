@@ -1,5 +1,4 @@
 """One training run with W workers in one process: dense AdamW, dense AdamS or SCAPE; stops at any step and goes on as if it had not."""
-import contextlib
 import math
 import time
 from dataclasses import asdict, dataclass, field
@@ -8,6 +7,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.scape_quality import text, workers
+from benchmarks.scape_quality.lane import Lane
 from benchmarks.scape_quality.model import Model, Shape
 from ds_scape.config import ScapeParams
 
@@ -36,7 +36,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        return f"{self.name}.seed{self.seed}"
+        return f"{self.name}@{self.lr:g}.seed{self.seed}"
 
     @property
     def tokens_per_step(self) -> int:
@@ -61,7 +61,19 @@ class Run:
     def __init__(self, job: Job, train: torch.Tensor, held: Held, device: torch.device, compiled: bool = False):
         """train: uint16 tokens as int16 or int32 on the device."""
         self.job, self.device, self._train, self._held = job, device, train, held
-        shape = job.shape
+        self.lane, self._graphs = Lane(device), None
+        self._points, self._since, self._under_way = [], 0, False
+        self.pass_ms = math.nan         # of a forward and backward pass alone on a GPU
+        self.row = {"job": asdict(job), "step": 0, "curve": [], "num_parameters": job.shape.num_parameters,
+                    "epochs": job.steps * job.tokens_per_step / train.numel()}
+        with self.lane.joined():
+            self._make(compiled)
+            if device.type == "cuda":
+                self._host_squares = torch.zeros(job.workers, dtype=torch.float64, pin_memory=True)
+                self._capture()
+
+    def _make(self, compiled: bool) -> None:
+        job, device, shape = self.job, self.device, self.job.shape
         numel = workers.padded(shape.num_parameters, job.workers)
         self.model = Model(shape, job.workers, job.batch, numel, device, compiled)
         initial = shape.initial(job.seed, numel).to(device)
@@ -71,24 +83,12 @@ class Run:
             self.optimizer = workers.Scape(shape.slots(), self.model.copies, initial, job.workers, params)
         else:
             self.optimizer = workers.Dense(job.optimizer, self.model.copies, initial)
-        starts = text.places(train.numel(), job.steps * job.workers * job.batch, shape.seq_len, job.seed)
+        starts = text.places(self._train.numel(), job.steps * job.workers * job.batch, shape.seq_len, job.seed)
         self._starts = starts.to(device).view(job.steps, -1)
         self._along = torch.arange(shape.seq_len + 1, device=device)
         self._number = torch.zeros(1, dtype=torch.int64, device=device)         # of the step that comes, from 0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._squares = torch.zeros(job.workers, dtype=torch.float64, device=device)
-        self.row = {"job": asdict(job), "step": 0, "curve": [], "num_parameters": shape.num_parameters,
-                    "epochs": job.steps * job.tokens_per_step / train.numel()}
-        self._points, self._since, self._under_way, self._graphs = [], 0, False, None
-        self.pass_ms = math.nan         # of a forward and backward pass alone on a GPU
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
-            self._host_squares = torch.zeros(job.workers, dtype=torch.float64, pin_memory=True)
-            with self._on_stream():
-                self._capture()
-
-    def _on_stream(self):
-        return torch.cuda.stream(self._stream) if self.device.type == "cuda" else contextlib.nullcontext()
 
     # --- what a graph holds ---------------------------------------------------------------------------------------------------------
     def _pass(self) -> None:
@@ -114,9 +114,9 @@ class Run:
         self._evaluate_all()
         torch.cuda.synchronize()
         self._graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graphs[0], stream=self._stream):
+        with torch.cuda.graph(self._graphs[0], stream=self.lane.stream):
             self._pass()
-        with torch.cuda.graph(self._graphs[1], stream=self._stream):
+        with torch.cuda.graph(self._graphs[1], stream=self.lane.stream):
             self._found = self._evaluate_all()
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         for i in range(12):
@@ -135,12 +135,12 @@ class Run:
 
     def begin(self) -> None:
         """Queues forward and backward of the next step."""
-        with self._on_stream():
+        with self.lane.within():
             self.optimizer.receive()
             if self._graphs:
                 self._graphs[0].replay()
                 self._host_squares.copy_(self._squares, non_blocking=True)
-                self._event = self._stream.record_event()
+                self._event = self.lane.stream.record_event()
             else:
                 self._pass()
         self._under_way = True
@@ -148,7 +148,7 @@ class Run:
     def finish(self) -> None:
         """Queues the optimizer's part; waits for the gradients' norms, which SCAPE's kernels take as a number."""
         step = self.row["step"] + 1
-        with self._on_stream():
+        with self.lane.within():
             if self._graphs:
                 self._event.synchronize()
             squares = (self._host_squares if self._graphs else self._squares).tolist()
@@ -160,7 +160,7 @@ class Run:
 
     def look(self) -> None:
         """Queues a point of the curve: mean training loss since the last one, and both held-out parts now."""
-        with self._on_stream():
+        with self.lane.within():
             if self._graphs:
                 self._graphs[1].replay()
             found = self._found if self._graphs else self._evaluate_all()
@@ -169,38 +169,39 @@ class Run:
         self._since = 0
 
     def settle(self) -> dict:
-        """The row, with all that was queued."""
-        for step, values in self._points:
-            train, *held = values.tolist()
+        """The row, with all that was queued; waits for it."""
+        with self.lane.joined():                    # a number is read in the stream that it is made in
+            points = [(step, values.tolist()) for step, values in self._points]
+            if self.is_done:
+                self.row |= self.optimizer.report()
+        self.lane.wait()
+        for step, (train, *held) in points:
             point = {"step": step, "train": train}
             point |= {part: dict(zip(("loss", "accuracy"), held[at:at + 2], strict=True)) for part, at in (("tune", 0), ("report", 2))}
             self.row["curve"].append(point)
         self._points.clear()
-        if self.is_done:
-            self.row |= self.optimizer.report()
         return self.row
 
     # --- stopping and going on ------------------------------------------------------------------------------------------------------
     def save(self, folder: Path) -> None:
         """Between two steps."""
         assert not self._under_way
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        part, whole = (folder / f"{self.job.key}{end}" for end in (".part", ".pt"))
-        torch.save({"optimizer": self.optimizer.state(), "row": self.settle(), "loss_sum": self._loss_sum, "since": self._since}, part)
+        row, (part, whole) = self.settle(), (folder / f"{self.job.key}{end}" for end in (".part", ".pt"))
+        with self.lane.joined():
+            torch.save({"optimizer": self.optimizer.state(), "row": row, "loss_sum": self._loss_sum, "since": self._since}, part)
         part.replace(whole)
 
     def load(self, folder: Path) -> None:
-        saved = torch.load(folder / f"{self.job.key}.pt", map_location=self.device, weights_only=False)
-        if saved["row"]["job"] != self.row["job"]:
-            raise ValueError(f"the checkpoint of {self.job.key} in {folder} is of another job: {saved['row']['job']}, "
-                             f"not {self.row['job']}")
-        self.optimizer.load(saved["optimizer"])
-        self.row, self._since = saved["row"], saved["since"]
-        self._loss_sum.copy_(saved["loss_sum"])
-        self._number.fill_(self.row["step"])
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        with self.lane.joined():
+            saved = torch.load(folder / f"{self.job.key}.pt", map_location=self.device, weights_only=False)
+            if saved["row"]["job"] != self.row["job"]:
+                raise ValueError(f"the checkpoint of {self.job.key} in {folder} is of another job: {saved['row']['job']}, "
+                                 f"not {self.row['job']}")
+            self.optimizer.load(saved["optimizer"])
+            self.row, self._since = saved["row"], saved["since"]
+            self._loss_sum.copy_(saved["loss_sum"])
+            self._number.fill_(self.row["step"])
+        self.lane.wait()
 
 
 def side_by_side(runs: list[Run], eval_every: int, deadline: float, whole: bool = False, report=None, done=None,

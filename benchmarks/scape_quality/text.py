@@ -1,5 +1,6 @@
 """Real text as tokens: a folder of text files, near copies left out, cut by file into a training part and two held-out ones."""
 import bz2
+import fcntl
 import hashlib
 import json
 import re
@@ -137,13 +138,14 @@ def unpack(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def load(folder: Path) -> dict[str, torch.Tensor]:
-    """``unpack``, kept as tokens.npz beside the packed parts."""
+    """``unpack``, kept as tokens.npz beside the packed parts. Of several processes one does it and the others wait."""
     kept = folder / "tokens.npz"
-    if not kept.exists():
-        made = unpack(folder)
-        part = folder / "tokens.part.npz"
-        numpy.savez(part, **{name: tokens.numpy() for name, tokens in made.items()})
-        part.replace(kept)
+    with open(folder / "tokens.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            part = folder / "tokens.part.npz"
+            numpy.savez(part, **{name: tokens.numpy() for name, tokens in unpack(folder).items()})
+            part.replace(kept)
     with numpy.load(kept) as arrays:
         return {name: torch.from_numpy(arrays[name]) for name in arrays}
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from benchmarks.scape_quality import __main__ as benchmark
-from benchmarks.scape_quality import picture, run, text, verify, workers
+from benchmarks.scape_quality import lane, picture, run, text, verify, workers
 from benchmarks.scape_quality.model import Model, Shape, losses
 from benchmarks.scape_quality.threads import Ranks, ThreadTransport
 from tests.helpers.bits import assert_same_bits
 from tests.scape.flow_helpers import Problem, compare
+from tests.scape.stream_recorder import Recorder
 
 CPU = torch.device("cpu")
 SHAPE = Shape(vocab=64, dim=32, layers=1, heads=2, seq_len=16)
@@ -111,7 +112,50 @@ def test_stopped_runs_go_on_as_if_they_had_not_been(stopped_at, tokens, tmp_path
         assert mine.settle() == theirs.settle() and [point["step"] for point in mine.row["curve"]] == [4, 8]
         assert_same_bits(mine.model.copies, theirs.model.copies, mine.job.name)
     with pytest.raises(ValueError, match="another job"):
-        made([job(name="s", lr=2e-3)], tokens)[0].load(tmp_path)
+        made([job(name="s", density=0.2)], tokens)[0].load(tmp_path)
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    made = Recorder()
+    monkeypatch.setattr(lane, "streams_of", lambda device: made.module)
+    return made
+
+
+def test_the_recorder_sees_what_is_not_ordered(recorder):
+    one, other = (lane.Lane(CPU) for _ in range(2))
+    with recorder:
+        with one.joined():
+            x = torch.zeros(3)
+        x.tolist()                                                  # after a seam
+        with one.within():
+            x.add_(1)                                               # the host has read it: in order too
+        assert recorder.races == []
+        x.tolist()
+        with other.within():
+            x.add_(1)
+    assert [race[1:] for race in recorder.races] == [("default", "s1"), ("s2", "s1")]
+
+
+def test_runs_side_by_side_touch_nothing_in_no_order(recorder, tokens, tmp_path):
+    """Made, trained, looked at, stopped and dropped, loaded by others and trained to the end."""
+    jobs = [JOBS[0], JOBS[1], JOBS[3]]
+    with recorder:
+        runs = made(jobs, tokens)
+        for _ in range(5):
+            for one in runs:
+                one.begin()
+            for one in runs:
+                run._finish(one, 4)
+        for one in runs:
+            one.save(tmp_path)
+        runs = made(jobs, tokens)
+        for one in runs:
+            one.load(tmp_path)
+        rows = []
+        assert run.side_by_side(runs, 4, time.monotonic() + 600, done=lambda one: rows.append(one.settle())) == []
+    assert [len(row["curve"]) for row in rows] == [2, 2, 2]
+    assert recorder.races == []
 
 
 def test_the_least_important_run_stops_where_time_is_short(tokens, monkeypatch):
@@ -210,8 +254,25 @@ def test_the_jobs_are_the_issues():
     assert [one.seed for one in made] == [1] * 6 + [2] * 6 and 10e6 <= made[0].shape.num_parameters <= 25e6
     assert {(one.optimizer, one.density, one.dense_warmup_steps) for one in made} == {
         ("adams", 1.0, 0), ("adamw", 1.0, 0), ("scape", 0.1, 0), ("scape", 0.1, 750), ("scape", 0.01, 0), ("scape", 0.01, 750)}
-    swept = benchmark.jobs(benchmark.parse(["--sweep", "--seeds", "1", "--only", "adams"]))
-    assert [one.lr for one in swept] == [2.5e-4, 5e-4, 1e-3] and len({one.key for one in swept}) == 3
+    tried = benchmark.jobs(benchmark.parse(["--seeds", "2", "--runs", "adams@1e-3,scape99_warm,adams@2.5e-4"]))
+    assert [(one.name, one.lr, one.seed, one.dense_warmup_steps) for one in tried] == [
+        ("adams", 1e-3, 2, 0), ("scape99_warm", benchmark.ROWS["scape99_warm"]["lr"], 2, 750), ("adams", 2.5e-4, 2, 0)]
+    assert len({one.key for one in tried}) == 3
+    with pytest.raises(SystemExit):
+        benchmark.parse(["--runs", "adam"])
+
+
+def test_learning_rates_are_chosen_on_the_part_for_that():
+    def row(name, lr, seed, tune, report):
+        held = {part: {"loss": loss, "accuracy": 0.0} for part, loss in (("tune", tune), ("report", report))}
+        return {"job": {"name": name, "lr": lr, "seed": seed, "steps": 9}, "step": 9, "epochs": 1.0,
+                "curve": [{"step": 9, "train": report} | held]}
+
+    rows = [row("adams", 1.0, 1, 3.0, 2.0), row("adams", 2.0, 1, 2.9, 2.5), row("adams", 1.0, 2, 2.0, 1.5), row("adams", 2.0, 2, 2.7, 2.75),
+            row("scape", 4.0, 2, 5.0, 2.0)]
+    assert picture.chosen(rows) == {"adams": 2.0}
+    shown = picture.table(rows)
+    assert "| 2 * | 9 |" in shown and "| 1 | 9 |" in shown and "| -0.7500 / -0.7500 |" in shown
 
 
 def test_table_and_curves(tokens, tmp_path):
@@ -219,6 +280,6 @@ def test_table_and_curves(tokens, tmp_path):
     run.side_by_side(runs, 4, time.monotonic() + 600)
     rows = [one.settle() for one in runs]
     shown = picture.table(rows)
-    assert "| adams | 1 | 0.001 | 8 |" in shown and f"{rows[1]['curve'][-1]['report']['loss']:.4f}" in shown
+    assert "| adams | 1 | 0.001 * | 8 |" in shown and f"{rows[1]['curve'][-1]['report']['loss']:.4f}" in shown
     picture.plot(rows, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000

@@ -40,6 +40,7 @@ def install(engine_module) -> None:
     engine.step = _monitored(engine.step)
     engine.save_checkpoint = _announced(engine.save_checkpoint)
     engine._load_zero_checkpoint = _loaded_by_all(engine._load_zero_checkpoint)
+    engine._broadcast_model = _shaped_alike(engine._broadcast_model)
     engine._configure_basic_optimizer = _constructed_by_all(engine._configure_basic_optimizer)
     engine._do_optimizer_sanity_check = _checked(engine._do_optimizer_sanity_check, engine_module.ZERO_OPTIMIZATION)
     engine_module.DeepSpeedZeroOptimizer = _dispatching(engine_module.DeepSpeedZeroOptimizer)
@@ -115,6 +116,22 @@ def _check_world_size(saved: int, present: int) -> None:
                                         "SCAPE has not sent yet), or load it with load_optimizer_states=False"))
 
 
+def _shaped_alike(method):
+    """Broadcasts of parameters whose shapes differ by rank would wait for ever on a GPU."""
+
+    @functools.wraps(method)
+    def _broadcast_model(self):
+        if self.optimizer_name() == SCAPE.__name__ or isinstance(self.client_optimizer, SCAPE):
+            model = {}
+            if not self.pipeline_parallelism and _tensor_parallel_size(self) <= 1:          # refused later, by their name
+                named = [(name, str(p.dtype), *p.shape) for name, p in self.module.named_parameters()]
+                model = {"parameters": len(named), "elements": sum(p.numel() for p in self.module.parameters()), "shapes": _digest(named)}
+            _agree("model", model, None)
+        return method(self)
+
+    return _broadcast_model
+
+
 def _constructed_by_all(method):
     """Parameters that are wrong on one rank alone are an error on all."""
 
@@ -183,9 +200,13 @@ def _tensor_parallel_size(engine) -> int:
 def _settings(optimizer: SCAPE) -> dict:
     """What must be equal on all ranks."""
     keys = ("lr", "betas", "eps", "weight_decay", "density")
-    groups_ = [{**{key: group[key] for key in keys}, "numels": [p.numel() for p in group["params"] if p.requires_grad]}
+    groups_ = [{**{key: group[key] for key in keys}, "numels": _digest([p.numel() for p in group["params"] if p.requires_grad])}
                for group in optimizer.param_groups]
     return {**optimizer.params.model_dump(exclude={"log"}), "groups": groups_}
+
+
+def _digest(value) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _agree(about: str, config: dict, error: Exception | None, timeout_s: float = 60.0) -> None:
@@ -195,9 +216,8 @@ def _agree(about: str, config: dict, error: Exception | None, timeout_s: float =
         if error is not None:
             raise error
         return
-    fingerprint = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
     text = error if error is None or isinstance(error, ZipScapeError) else f"{type(error).__name__}: {error}"
-    record = {"version": __version__, "config_hash": fingerprint, "enabled": True, "config": config,
+    record = {"version": __version__, "config_hash": _digest(config), "enabled": True, "config": config,
               "error": None if text is None else str(text)}
     try:
         handshake.agree(c10d._get_default_store(), torch.distributed.get_rank(), torch.distributed.get_world_size(),

@@ -9,11 +9,11 @@ from torch import nn
 from tests.scape.zero_cases import initialize, settings
 
 
-def refused(config, expected, model=None, mpu=None):
+def refused(config, expected, model=None, mpu=None, parameters=None):
     """One error, the same on all ranks, with ``expected`` in it."""
     texts = [None] * dist.get_world_size()
     try:
-        initialize(config, model=model, mpu=mpu)
+        initialize(config, model=model, mpu=mpu, parameters=parameters)
     except Exception as error:
         dist.all_gather_object(texts, str(error))
         assert len(set(texts)) == 1, f"ranks were told different things: {texts}"
@@ -54,8 +54,15 @@ def case_a_setting_that_is_wrong_on_one_rank(rank, world_size):
     """The others hear of it at once: in the numbers, in what a field is called, in the model's shape."""
     refused(settings(1, optimizer={"params": {"density": 0.1 if rank else 0.2}}), "density")
     refused(settings(1, optimizer={"params": {"densty" if rank else "density": 0.1}}), "rank 1 reported an error")
-    model = nn.Sequential(nn.Linear(8, 8 + rank))
-    refused(settings(1), "groups", model)
+    sent, inner = [], deepspeed.comm.broadcast
+    deepspeed.comm.broadcast = lambda tensor, *how, **more: sent.append(tensor.numel()) or inner(tensor, *how, **more)
+    try:
+        refused(settings(1), "fields: elements, shapes", nn.Sequential(nn.Linear(8, 8 + rank)))
+    finally:
+        deepspeed.comm.broadcast = inner
+    assert not sent, "over NCCL ranks wait for ever in a broadcast of different sizes"
+    refused(settings(1), "fields: shapes", nn.Sequential(nn.Linear(8, 5 + rank, bias=False), nn.Linear(8, 6 - rank, bias=False)))
+    refused(settings(1), "groups", nn.Linear(8, 8), parameters=lambda model: list(model.parameters())[rank:])
 
 
 def case_sparse_gradients(rank, world_size):

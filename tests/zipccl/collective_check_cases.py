@@ -91,8 +91,8 @@ def case_right_calls_pass(rank, world):
             work.wait()
             assert zipped
             everything = [None] * world
-            dist.all_gather_object(everything, data.split(matrix[rank]))
-            assert_same_bits(call.output, torch.cat([everything[peer][rank] for peer in range(world)]), "uneven")
+            dist.all_gather_object(everything, [piece.cpu() for piece in data.split(matrix[rank])])
+            assert_same_bits(call.output.cpu(), torch.cat([everything[peer][rank] for peer in range(world)]), "uneven")
 
 
 def case_operations_are_compared_by_value(rank, world):

@@ -8,6 +8,7 @@ from ds_zipccl.codec import window
 from ds_zipccl.codec.codec import Codec
 from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.collectives import capacity, windows
+from ds_zipccl.collectives import launch as launching
 from ds_zipccl.kernels import ops
 from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits
@@ -23,8 +24,10 @@ def scaled(size: int, seed: int, sigma: float) -> torch.Tensor:
 
 @contextlib.contextmanager
 def watched():
-    """Lists, filled while inside: the given windows of the frames that are encoded, and the windows that are measured."""
+    """Lists, filled while inside: the given windows of the frames that are encoded, and the windows that are measured. Nothing is encoded
+    by prepared launches, which pass here by."""
     encode, encoder, measure, given, measured = Codec.encode, Codec.encoder, window.measured_lo, [], []
+    prepared, launching.PREPARED = launching.PREPARED, False
 
     def spy(self, rows, frames, status, skip=-1):
         encode(self, rows, frames, status, skip)
@@ -41,7 +44,7 @@ def watched():
     try:
         yield given, measured
     finally:
-        Codec.encode, Codec.encoder, windows.measured_lo = encode, encoder, measure
+        Codec.encode, Codec.encoder, windows.measured_lo, launching.PREPARED = encode, encoder, measure, prepared
 
 
 def check_gather(live, data, world, where):

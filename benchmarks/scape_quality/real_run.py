@@ -216,6 +216,8 @@ def tokens_of(args) -> torch.Tensor:
 
 
 def be_a_rank(args) -> None:
+    import deepspeed  # noqa: F401          first: meanwhile the text is unpacked
+
     rank, _, folder = args.rank.partition(":")
     if args.device == "cuda":
         torch.cuda.set_device(int(rank))
@@ -226,18 +228,22 @@ def be_a_rank(args) -> None:
     torch.distributed.destroy_process_group()
 
 
-def run_ranks(args, argv: list[str], folder: str) -> None:
-    """Raises SystemExit with the exit codes if they did not all end well."""
+def start_ranks(args, argv: list[str], folder: str) -> list[subprocess.Popen]:
     common = {**os.environ, "WORLD_SIZE": str(args.ranks), "DS_ACCELERATOR": args.device, "MASTER_ADDR": "127.0.0.1",
               "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    ranks = [subprocess.Popen([sys.executable, "-m", "benchmarks.scape_quality.real_run", *argv, "--rank", f"{rank}:{folder}"],
-                              env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(args.ranks)]
-    end = time.monotonic() + args.timeout
-    while any(one.poll() is None for one in ranks) and not any(one.poll() for one in ranks) and time.monotonic() < end:
-        time.sleep(0.1)
-    for one in ranks:
-        one.kill()
-    codes = [one.wait() for one in ranks]
+    return [subprocess.Popen([sys.executable, "-m", "benchmarks.scape_quality.real_run", *argv, "--rank", f"{rank}:{folder}"],
+                             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(args.ranks)]
+
+
+def wait_for(ranks: list[subprocess.Popen], end: float) -> None:
+    """Until all are done, one fails or the time ``end`` has come; none is left. Raises SystemExit if they did not all end well."""
+    try:
+        while any(one.poll() is None for one in ranks) and not any(one.poll() for one in ranks) and time.monotonic() < end:
+            time.sleep(0.1)
+    finally:
+        for one in ranks:
+            one.kill()
+        codes = [one.wait() for one in ranks]
     if any(codes):
         raise SystemExit(f"the ranks ended with {codes} (negative: stopped after an error elsewhere, or after --timeout)")
 
@@ -249,9 +255,13 @@ def main(argv=None) -> int:
         be_a_rank(args)
         return 0
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    job, tokens = job_of(args), tokens_of(args)
+    job, end = job_of(args), time.monotonic() + args.timeout
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(args, argv, folder)
+        ranks, tokens = start_ranks(args, argv, folder), None
+        try:
+            tokens = tokens_of(args)                # while they start
+        finally:
+            wait_for(ranks, end if tokens is not None else 0.0)
         found = compare(job, tokens, torch.device(args.device), Path(folder))
     first, last = found["curve"][0], found["curve"][-1]
     print(f"{job.workers} ranks, {job.steps} steps, density {job.density}, {found['device']}: losses {first['real']} -> {last['real']},",

@@ -17,7 +17,7 @@ LR_WARMUP = 100
 @dataclass(frozen=True)
 class Job:
     """``optimizer``: adamw, adams or scape. The learning rate rises for 100 steps and falls as a cosine to a tenth. batch: sequences of
-    a worker and step."""
+    a worker and step. residual: the type that SCAPE's residuals are rounded to after every step."""
     name: str
     optimizer: str
     lr: float
@@ -27,6 +27,7 @@ class Job:
     steps: int = 15_000
     workers: int = 4
     batch: int = 4
+    residual: str = "fp32"
     shape: Shape = field(default=Shape())
 
     def lr_at(self, step: int) -> float:
@@ -80,7 +81,7 @@ class Run:
         if job.optimizer == "scape":
             params = ScapeParams(lr=job.lr, density=job.density, dense_warmup_steps=job.dense_warmup_steps, betas=workers.BETAS,
                                  eps=workers.EPS, weight_decay=workers.WEIGHT_DECAY)
-            self.optimizer = workers.Scape(shape.slots(), self.model.copies, initial, job.workers, params)
+            self.optimizer = workers.Scape(shape.slots(), self.model.copies, initial, job.workers, params, job.residual == "bf16")
         else:
             self.optimizer = workers.Dense(job.optimizer, self.model.copies, initial)
         starts = text.places(self._train.numel(), job.steps * job.workers * job.batch, shape.seq_len, job.seed)

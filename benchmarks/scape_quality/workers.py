@@ -27,8 +27,10 @@ class Scape:
 
     STATE = ("weight", "momentum", "square", "last_sync")
 
-    def __init__(self, slots, copies: torch.Tensor, initial: torch.Tensor, workers: int, params: ScapeParams):
-        """initial: fp32 [n], the master weights; becomes this object's."""
+    def __init__(self, slots, copies: torch.Tensor, initial: torch.Tensor, workers: int, params: ScapeParams,
+                 rounds_residual: bool = False):
+        """initial: fp32 [n], the master weights; becomes this object's. rounds_residual: to bf16 after every step; not the product."""
+        self._rounds_residual = rounds_residual
         self.copies, self.params, self.workers, device = copies, params, workers, copies.device
         self.layout: FlatLayout = flat_layout(slots, copies.numel(), workers, params.density)
         self.group = {"lr": params.lr, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY, "density": params.density}
@@ -83,6 +85,8 @@ class Scape:
                                lr=lr, beta2=BETAS[1], eps=EPS, catch_up=self.params.catch_up, kernels=self.kernels)
         if index is not None:
             self.kernels.scatter(self.copies, index, out)
+        if self._rounds_residual:
+            self.residual.copy_(self.residual.bfloat16())
         self.positions = self._message = None
         if not self.is_dense(step + 1):
             torch.cat([self.residual[rank, rank * size:(rank + 1) * size] for rank in range(self.workers)], out=self._own)

@@ -90,6 +90,13 @@ def made(jobs, tokens):
     return [run.Run(one, tokens["train"], held, CPU) for one in jobs]
 
 
+def test_rounded_residuals(tokens):
+    exact, rounded = made([job(name="a"), job(name="b", residual="bf16")], tokens)
+    run.side_by_side([exact, rounded], 4, time.monotonic() + 600)
+    assert_same_bits(rounded.optimizer.residual, rounded.optimizer.residual.bfloat16().float(), "residual")
+    assert not torch.equal(exact.optimizer.residual, exact.optimizer.residual.bfloat16().float())
+
+
 JOBS = [job(name="adams", optimizer="adams"), job(name="adamw", optimizer="adamw"), job(name="s"), job(name="w", dense_warmup_steps=5)]
 
 
@@ -265,6 +272,8 @@ def test_the_jobs_are_the_issues():
     assert [(one.name, one.lr, one.seed, one.dense_warmup_steps) for one in tried] == [
         ("adams", 1e-3, 2, 0), ("scape99_warm", benchmark.ROWS["scape99_warm"]["lr"], 2, 750), ("adams", 2.5e-4, 2, 0)]
     assert len({one.key for one in tried}) == 3
+    asked = benchmark.jobs(benchmark.parse(["--seeds", "1", "--runs", ",".join(benchmark.QUESTIONS)]))
+    assert {one.tokens_per_step for one in asked} == {made[0].tokens_per_step}
     with pytest.raises(SystemExit):
         benchmark.parse(["--runs", "adam"])
 

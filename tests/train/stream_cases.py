@@ -8,6 +8,7 @@ import warnings
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_zipccl.collectives.registry import specs
 from tests.helpers.bits import assert_same_bits
 from tests.train import zero3_cache_helpers, zero_cases
 from tests.zipccl.collective_helpers import AG, RS, carry_out, runtime
@@ -197,6 +198,40 @@ def case_calls_on_streams_of_the_users_on_gpus(rank, world):
                 torch.cuda.synchronize()
                 assert_same_bits(seen, result, f"{op} {turn}")
                 assert not any(t.any() for t in (*after, *call.outputs)), f"{op} {turn}: written after wait()"
+
+
+def case_calls_in_a_cuda_graph_on_gpus(rank, world):
+    """They go native, counted with the reason, and a replay works on new data; before and after it such calls are zipped. The zipped ones
+    are done before the capture, as docs/torch_backend.md asks."""
+    for integrity in ("off", "checksum"):
+        with runtime(integrity=integrity) as live:
+            for op in specs():
+                before, result = call_and_result(op, rank, world, 4000, 0)
+                work, ours = begin_ours(live, before)
+                work.wait()
+                torch.cuda.synchronize()
+                assert ours, op
+                captured, result = call_and_result(op, rank, world, 4000, 1)
+                data = [t.clone() for t in captured.inputs]
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    work, ours = begin_ours(live, captured)
+                    work.wait()
+                assert not ours, op
+                for t in captured.outputs:
+                    t.zero_()
+                for t, given in zip(captured.inputs, data, strict=True):
+                    t.copy_(given)
+                graph.replay()
+                torch.cuda.synchronize()
+                check(captured, True, result, f"{op} {integrity}")
+                assert live.stats.snapshot()[op]["native_reasons"] == {"graph_capture": 1}, op
+                after, result = call_and_result(op, rank, world, 4000, 2)
+                work, ours = begin_ours(live, after)
+                work.wait()
+                assert ours, op
+                check(after, True, result, f"{op} after the capture")
 
 
 def case_memory_stays_within_the_bound_on_gpus(rank, world):

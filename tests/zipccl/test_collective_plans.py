@@ -8,8 +8,9 @@ from torch._subclasses import FakeTensorMode
 from ds_zipccl.backend import policy
 from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.codec.format import layout
-from ds_zipccl.collectives import pairs, parts, runtime, transport, views
+from ds_zipccl.collectives import pairs, parts, runtime, streams, transport, views
 from ds_zipccl.collectives.capacity import Capacity
+from ds_zipccl.collectives.check import check
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import rank_order
@@ -214,3 +215,5 @@ def test_calls_that_a_cuda_graph_captures_go_native(spec, monkeypatch):
     for capturing, reason in ((False, None), (True, "graph_capture")):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)            # noqa: B023
         assert policy.reason_for_native(config, spec, call) == reason
+    monkeypatch.setattr(streams, "is_capturing", lambda: True)
+    check(spec, call, None)                     # with integrity: asks nobody

@@ -2,35 +2,51 @@
 from pathlib import Path
 
 
-def end(row: dict, part: str, number: str = "loss") -> float:
-    """Mean over the last twentieth of the steps; ``train``: of the training loss since the evaluation before."""
-    last = [point for point in row["curve"] if point["step"] >= 0.95 * row["job"]["steps"]] or row["curve"][-1:]
+def last_steps(rows: list[dict]) -> dict[tuple[int, int], set[int]]:
+    """{(seed, steps): the points in the last twentieth of the steps that all these rows have}; the last one if there are none."""
+    common = {}
+    for row in rows:
+        key, steps = (row["job"]["seed"], row["job"]["steps"]), {point["step"] for point in row["curve"]}
+        common[key] = common.get(key, steps) & steps
+    return {key: {step for step in steps if step >= 0.95 * key[1]} or {max(steps)} for key, steps in common.items() if steps}
+
+
+def end(row: dict, part: str, steps: set[int], number: str = "loss") -> float:
+    """Mean over these steps' points; ``train``: of the training loss since the point before."""
+    last = [point for point in row["curve"] if point["step"] in steps]
     return sum(point["train"] if part == "train" else point[part][number] for point in last) / len(last)
 
 
 def chosen(rows: list[dict]) -> dict[str, float]:
     """{name: learning rate} with the least loss on the part ``tune``, of the runs with the lowest seed."""
-    first = min((row["job"]["seed"] for row in rows), default=0)
+    first, last = min((row["job"]["seed"] for row in rows), default=0), last_steps(rows)
     tried = [row for row in rows if row["job"]["seed"] == first]
-    return {name: min((row for row in tried if row["job"]["name"] == name), key=lambda row: end(row, "tune"))["job"]["lr"]
+    return {name: min((row for row in tried if row["job"]["name"] == name),
+                      key=lambda row: end(row, "tune", last[first, row["job"]["steps"]]))["job"]["lr"]
             for name in sorted({row["job"]["name"] for row in tried})}
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown. A star marks the chosen learning rates; the losses beside those of dense AdamS with its chosen one, seed by seed."""
-    lines = ["| run | seed | lr | steps | epochs | train | tune | report | against AdamS, train / report | accuracy |",
+    """Markdown: means over the last twentieth of the steps. A star marks the chosen learning rates; the losses beside those of dense AdamS
+    and AdamW with their chosen ones, seed by seed."""
+    lines = ["| run | seed | lr | epochs | train | tune | report | accuracy | against AdamS, train / report | against AdamW |",
              "|---|---|---|---|---|---|---|---|---|---|"]
     rows = [row for row in rows if row["curve"]]
-    best = chosen(rows)
-    dense = {(row["job"]["seed"], row["job"]["steps"]): row for row in rows
-             if row["job"]["name"] == "adams" and row["job"]["lr"] == best.get("adams")}
-    for row in sorted(rows, key=lambda row: (row["job"]["name"], row["job"]["lr"], row["job"]["seed"])):
-        job, base = row["job"], dense.get((row["job"]["seed"], row["job"]["steps"]))
-        gaps = " / ".join(f"{end(row, part) - end(base, part):+.4f}" for part in ("train", "report")) if base else "-"
+    best, last = chosen(rows), last_steps(rows)
+    dense = {(row["job"]["name"], row["job"]["seed"], row["job"]["steps"]): row for row in rows
+             if row["job"]["lr"] == best.get(row["job"]["name"])}
+
+    def gap(row, key, to: str) -> str:
+        steps, base = last[key], dense.get((to, *key))
+        return " / ".join(f"{end(row, part, steps) - end(base, part, steps):+.4f}" for part in ("train", "report")) if base else "-"
+
+    for row in sorted(rows, key=lambda row: (row["job"]["name"], row["job"]["seed"], row["job"]["lr"])):
+        job = row["job"]
+        key = job["seed"], job["steps"]
         star = " *" if best.get(job["name"]) == job["lr"] else ""
-        lines.append(f"| {job['name']} | {job['seed']} | {job['lr']:g}{star} | {row['step']} | {row['epochs']:.2f} | "
-                     + " | ".join(f"{end(row, part):.4f}" for part in ("train", "tune", "report"))
-                     + f" | {gaps} | {end(row, 'report', 'accuracy'):.4f} |")
+        losses = " | ".join(f"{end(row, part, last[key]):.4f}" for part in ("train", "tune", "report"))
+        lines.append(f"| {job['name']} | {job['seed']} | {job['lr']:g}{star} | {row['epochs']:.2f} | {losses} | "
+                     f"{end(row, 'report', last[key], 'accuracy'):.4f} | {gap(row, key, 'adams')} | {gap(row, key, 'adamw')} |")
     return "\n".join(lines)
 
 

@@ -288,7 +288,9 @@ def test_learning_rates_are_chosen_on_the_part_for_that():
             row("scape", 4.0, 2, 5.0, 2.0)]
     assert picture.chosen(rows) == {"adams": 2.0}
     shown = picture.table(rows)
-    assert "| 2 * | 9 |" in shown and "| 1 | 9 |" in shown and "| -0.7500 / -0.7500 |" in shown
+    assert "| 2 * | 1.00 |" in shown and "| 1 | 1.00 |" in shown and "| -0.7500 / -0.7500 | - |" in shown
+    rows[0]["curve"].append(rows[0]["curve"][0] | {"step": 8, "train": 9.0})        # a point that the others do not have
+    assert picture.table(rows) == shown
 
 
 def test_table_and_curves(tokens, tmp_path):
@@ -296,6 +298,6 @@ def test_table_and_curves(tokens, tmp_path):
     run.side_by_side(runs, 4, time.monotonic() + 600)
     rows = [one.settle() for one in runs]
     shown = picture.table(rows)
-    assert "| adams | 1 | 0.001 * | 8 |" in shown and f"{rows[1]['curve'][-1]['report']['loss']:.4f}" in shown
+    assert "| adams | 1 | 0.001 * | 0.17 |" in shown and f"{rows[1]['curve'][-1]['report']['loss']:.4f}" in shown
     picture.plot(rows, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000

@@ -37,7 +37,8 @@ ROWS = {"adams": dict(optimizer="adams", lr=5e-4),
         "scape90_warm": dict(optimizer="scape", lr=5e-4, density=0.1, dense_warmup_steps=0.05)}
 
 #: Questions beside the claims, only by name. bf16: residuals are rounded to that type after every step, which the product does not do.
-QUESTIONS = {"scape99_w8": ROWS["scape99"] | dict(workers=8, batch=2),
+QUESTIONS = {"adams_corrected": dict(optimizer="adams_corrected", lr=5e-4),
+             "scape99_w8": ROWS["scape99"] | dict(workers=8, batch=2),
              "scape99_warm_w8": ROWS["scape99_warm"] | dict(workers=8, batch=2),
              "scape99_warm_bf16": ROWS["scape99_warm"] | dict(residual="bf16"),
              "scape999_warm": ROWS["scape99_warm"] | dict(density=0.001)}

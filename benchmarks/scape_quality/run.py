@@ -16,8 +16,8 @@ LR_WARMUP = 100
 
 @dataclass(frozen=True)
 class Job:
-    """``optimizer``: adamw, adams or scape. The learning rate rises for 100 steps and falls as a cosine to a tenth. batch: sequences of
-    a worker and step. residual: the type that SCAPE's residuals are rounded to after every step."""
+    """``optimizer``: adamw, adams, adams_corrected or scape. The learning rate rises for 100 steps and falls as a cosine to a tenth.
+    batch: sequences of a worker and step. residual: the type that SCAPE's residuals are rounded to after every step."""
     name: str
     optimizer: str
     lr: float

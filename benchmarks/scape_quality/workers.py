@@ -116,11 +116,12 @@ class Scape:
 
 
 class Dense:
-    """AdamS (the product's ScapeAdamS) or AdamW (torch's) on the mean gradient, fp32 masters, torch's way of clipping."""
+    """AdamS (the product's ScapeAdamS; adams_corrected: with bias correction) or AdamW (torch's) on the mean gradient, fp32 masters,
+    torch's way of clipping."""
 
     def __init__(self, name: str, copies: torch.Tensor, initial: torch.Tensor):
         self.copies, self.weight, self.momentum, self.num_steps = copies, initial, torch.zeros_like(initial), 0
-        self.mean = torch.zeros_like(initial)
+        self.mean, self._corrected = torch.zeros_like(initial), name == "adams_corrected"
         self._kernels, self._adamw = loader.choose("best", copies.device.type), None
         if name == "adamw":
             self._adamw = torch.optim.AdamW([self.weight], lr=0.0, betas=BETAS, eps=1e-8, weight_decay=WEIGHT_DECAY,
@@ -137,7 +138,7 @@ class Dense:
         self.mean.mul_(torch.clamp(MAX_NORM / norm, max=1.0))
         if self._adamw is None:
             adams.dense_step(self.weight, self.momentum, self.mean, lr=lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY,
-                             kernels=self._kernels)
+                             bias_correction_step=self.num_steps * self._corrected, kernels=self._kernels)
         else:
             self._adamw.param_groups[0]["lr"], self.weight.grad = lr, self.mean
             self._adamw.step()

@@ -90,6 +90,16 @@ def made(jobs, tokens):
     return [run.Run(one, tokens["train"], held, CPU) for one in jobs]
 
 
+def test_bias_correction_is_told_apart(tokens):
+    plain, corrected = made([job(name="a", optimizer="adams"), job(name="b", optimizer="adams_corrected")], tokens)
+    before = plain.optimizer.weight.clone()
+    for one in (plain, corrected):
+        one.begin()
+        one.finish()
+    moved = [(one.optimizer.weight - before).norm() for one in (plain, corrected)]
+    assert float(moved[1] / moved[0]) == pytest.approx(10, rel=0.01)           # 1 / (1 - b1)
+
+
 def test_rounded_residuals(tokens):
     exact, rounded = made([job(name="a"), job(name="b", residual="bf16")], tokens)
     run.side_by_side([exact, rounded], 4, time.monotonic() + 600)

@@ -1,9 +1,10 @@
-// What a zipped call queues on a GPU, but for its payload, by three calls of the host's: before the payload is launched (what can wait is not
-// in it), beside it and behind it. Knows neither CUDA's headers nor torch: functions come as addresses, the codec's (codec.cu) and the
-// driver's; streams and events as handles. What is the same for every call of a kind is in its Plan, which the caller keeps; a call brings
-// the addresses of its tensors alone.
+// What a zipped call queues on a GPU: all of it by one call of the host's, or, where the payload is somebody else's to launch, by three:
+// before it (what can wait is not in it), beside it and behind it. Knows neither CUDA's and NCCL's headers nor torch: functions come as
+// addresses, the codec's (codec.cu), the driver's and NCCL's; streams, events and communicators as handles. What is the same for every call
+// of a kind is in its Plan, which the caller keeps; a call brings the addresses of its tensors alone.
 //
-// launch_calls.py repeats the structs. Functions return 0, a cudaError_t of the codec's or a CUresult of the driver's; none waits.
+// launch_calls.py repeats the structs. Functions return 0, a cudaError_t of the codec's, a CUresult of the driver's, or -1 - an ncclResult_t;
+// none waits.
 #ifndef ZIPCCL_LAUNCH_H
 #define ZIPCCL_LAUNCH_H
 
@@ -31,6 +32,23 @@ struct Functions {
     int (*copy)(u64 to, u64 from, size_t num_bytes, void* stream);
 };
 
+// ncclAllGather, ncclSend, ncclRecv, ncclGroupStart, ncclGroupEnd.
+struct Nccl {
+    int (*all_gather)(const void* own, void* all, size_t count, int dtype, void* communicator, void* stream);
+    int (*send)(const void* data, size_t count, int dtype, int peer, void* communicator, void* stream);
+    int (*receive)(void* data, size_t count, int dtype, int peer, void* communicator, void* stream);
+    int (*group_start)();
+    int (*group_end)();
+};
+
+// A part of the payload: what goes to `peer` and what comes from there, in bytes; 0: nothing. Peer -1: an all-gather, of `num_sent` bytes.
+struct Transfer {
+    void* sent;
+    i64 num_sent;
+    void* received;
+    i64 num_received, peer;
+};
+
 // One call of the codec's. Offsets and strides in bytes.
 struct Step {
     const void* geometry;
@@ -51,7 +69,30 @@ struct Plan {
     void* workspace;                               // for encodes
     void *stream, *decode_stream;                  // the caller's; that of what is done once the payload has come
     void *encoded, *filled;                        // events
+    const Nccl* nccl;                              // null: the payload is not launched here
+    const Transfer* transfers;
+    i64 num_transfers;
+    void *payload_stream, *arrived;                // its stream; the event behind it
 };
+
+const int NCCL_UINT8 = 1;
+
+// In this order, as torch has it, since the ranks' calls of NCCL must match. 0 or an ncclResult_t.
+inline int payload(const Plan* p, void* communicator) {
+    const Nccl& n = *p->nccl;
+    const Transfer* t = p->transfers;
+    if (p->num_transfers == 1 && t->peer < 0)
+        return n.all_gather(t->sent, t->received, (size_t)t->num_sent, NCCL_UINT8, communicator, p->payload_stream);
+    int code = n.group_start();
+    if (code) return code;
+    for (const Transfer* end = t + p->num_transfers; t < end && !code; t++) {
+        if (t->num_sent) code = n.send(t->sent, (size_t)t->num_sent, NCCL_UINT8, (int)t->peer, communicator, p->payload_stream);
+        if (t->num_received && !code)
+            code = n.receive(t->received, (size_t)t->num_received, NCCL_UINT8, (int)t->peer, communicator, p->payload_stream);
+    }
+    const int ended = n.group_end();
+    return code ? code : ended;
+}
 
 extern "C" {
 
@@ -91,6 +132,25 @@ int zipccl_launch_end(const Plan* p, const u8* x, u8* out) {
         if (code) return code;
     }
     return f.record(p->filled, p->decode_stream);
+}
+
+// All of it: what `begin` does, the payload on a communicator's handle, what `beside` does, and, if it `fills` the output, `end`; if not, the
+// decode stream waits for the payload.
+int zipccl_launch_call(const Plan* p, void* communicator, const u8* x, u8* out, void* mail, u32 stamp, i64 fills) {
+    const Functions& f = *p->functions;
+    int code = zipccl_launch_begin(p, x, mail, stamp);
+    if (!code) code = f.record(p->encoded, p->stream);
+    if (!code) code = f.wait(p->payload_stream, p->encoded, 0);
+    if (code) return code;
+    code = payload(p, communicator);
+    if (code) return -1 - code;
+    code = f.record(p->arrived, p->payload_stream);
+    if (!code && p->copy_bytes && x + p->copy_from != out + p->copy_to) {
+        code = f.wait(p->decode_stream, p->encoded, 0);
+        if (!code) code = f.copy((u64)(out + p->copy_to), (u64)(x + p->copy_from), (size_t)p->copy_bytes, p->decode_stream);
+    }
+    if (!code) code = f.wait(p->decode_stream, p->arrived, 0);
+    return code || !fills ? code : zipccl_launch_end(p, x, out);
 }
 
 // `stream` waits for the output.

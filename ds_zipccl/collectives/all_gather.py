@@ -8,7 +8,7 @@ from ds_zipccl.codec.integrity import for_rank
 from ds_zipccl.collectives.flight import Flight
 from ds_zipccl.collectives.launch import STATUS_BYTES, Launch, frames_bytes
 from ds_zipccl.collectives.parts import ranges
-from ds_zipccl.collectives.plans import Recipe, Rows
+from ds_zipccl.collectives.plans import Recipe, Rows, Transfer
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
 from ds_zipccl.collectives.transport import all_gather_bytes, native_all_gather
 from ds_zipccl.collectives.views import as_rows, equal_numels, flat, gaussians
@@ -39,7 +39,8 @@ class _Gather(Flight):
             rank: for_rank(codec, rank).decoder(frames[rank:rank + 1]) for rank in range(call.world_size) if rank != call.rank}
         if isinstance(call.output, torch.Tensor):
             self.recipe = Recipe([Rows(codec, frames[call.rank:call.rank + 1])], [Rows(codec, frames, call.rank)],
-                                 copy=(0, call.rank * self._numel, self._numel), own_in_place=True)
+                                 copy=(0, call.rank * self._numel, self._numel), own_in_place=True,
+                                 payload=(Transfer(self._own, self._whole),))
         self.wire_bytes = (codec.frame_bytes + STATUS_BYTES) * (call.world_size - 1)
 
     def encode(self, call: Call) -> None:

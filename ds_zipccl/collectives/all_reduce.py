@@ -10,7 +10,7 @@ from ds_zipccl.codec.codec import Codec
 from ds_zipccl.collectives import streams
 from ds_zipccl.collectives.flight import NO_MAIL, Flight, observe
 from ds_zipccl.collectives.launch import STATUS_BYTES, Launch, frames_bytes
-from ds_zipccl.collectives.plans import Plan, Recipe, Rows
+from ds_zipccl.collectives.plans import Plan, Recipe, Rows, exchange
 from ds_zipccl.collectives.reduce_scatter import FIRST_SPILL, summable, summing
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
 from ds_zipccl.collectives.transport import all_but, all_gather_bytes, all_to_all_bytes
@@ -60,7 +60,7 @@ class _Reduction(Flight):
         self._decode_sums = sums_codec.decoder(sums_frames, skip=call.rank)
         self._parts = self._sums_work = self._raw = self._failure = None
         if self._padded is None:
-            self.recipe = Recipe([Rows(codec, sent, call.rank)], None, anywhere=True)
+            self.recipe = Recipe([Rows(codec, sent, call.rank)], None, anywhere=True, payload=exchange(*reversed(self._pieces)))
             own = Rows(sums_codec, sums_frames[call.rank:call.rank + 1])
             self._sums_recipe = Recipe([own], [Rows(sums_codec, sums_frames, call.rank)], copy=(0, call.rank * numel, numel))
         self._sums_plan: Plan | None = None

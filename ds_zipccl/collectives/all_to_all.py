@@ -14,7 +14,7 @@ from ds_zipccl.codec.integrity import for_rank
 from ds_zipccl.collectives import pairs
 from ds_zipccl.collectives.flight import Flight, observe
 from ds_zipccl.collectives.launch import STATUS_BYTES, Kind, Launch, frames_bytes, ready
-from ds_zipccl.collectives.plans import Recipe, Rows
+from ds_zipccl.collectives.plans import Recipe, Rows, exchange
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
 from ds_zipccl.collectives.transport import Pieces, exchange_bytes
 from ds_zipccl.collectives.views import as_rows, flat, gaussians
@@ -91,13 +91,13 @@ class _Exchange(Flight):
         self._decoders = [for_rank(run.codec, run.first).decoder(self._arriving[run.first], offset=offset(self._received, run.first))
                           for run in self._received.runs]
         self._own = offset(self._sent, self.rank), offset(self._received, self.rank), self._sent.pieces[self.rank].numel
-        self.recipe = Recipe(
-            [Rows(run.codec, self._frames[run.first], offset=offset(self._sent, run.first)) for run in self._sent.runs],
-            [Rows(run.codec, self._arriving[run.first], offset=offset(self._received, run.first)) for run in self._received.runs],
-            copy=self._own)
         nothing = [torch.empty(0, dtype=torch.uint8, device=self.device)] * self.world_size
         self._places, self._arrivals = (Pieces(self._wire(side, frames, nothing)) for side, frames in (
             (self._sent, self._frames), (self._received, self._arriving)))
+        self.recipe = Recipe(
+            [Rows(run.codec, self._frames[run.first], offset=offset(self._sent, run.first)) for run in self._sent.runs],
+            [Rows(run.codec, self._arriving[run.first], offset=offset(self._received, run.first)) for run in self._received.runs],
+            copy=self._own, payload=exchange(self._places, self._arrivals))
 
     def _wire(self, side: pairs.Side, frames: dict[int, torch.Tensor], pieces) -> list[torch.Tensor]:
         """The bytes on the wire of every rank's piece."""

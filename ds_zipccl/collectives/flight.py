@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from ds_zipccl.codec.codec import Codec
 from ds_zipccl.codec.format import OVERFLOW_BIT, SPILL_SHIFT, spill_need_bytes
-from ds_zipccl.collectives import streams, transport
+from ds_zipccl.collectives import nccl_direct, streams, transport
 from ds_zipccl.collectives.capacity import Need
 from ds_zipccl.collectives.plans import Plan, Recipe
 from ds_zipccl.collectives.registry import Call
@@ -34,7 +34,7 @@ class Flight:
     ``two_phases``: ``settle`` always communicates, not after an overflow alone.
     """
     two_phases = False
-    payload_work: dist.Work
+    payload_work: dist.Work | None = None           # None: it was not torch's to launch, and comes before ``filled``
     raw_bytes = wire_bytes = 0
 
     def __init__(self, call: Call, launch):
@@ -68,6 +68,8 @@ class Flight:
         self.num_bytes += buffer.whole.numel()
         if buffer.whole.is_cuda and self.launch.may_be_early:           # whatever becomes of this call: not free before that
             buffer.whole.record_stream(self.launch.state.decode_stream)
+            if self.launch.launcher is not None:
+                buffer.whole.record_stream(self.launch.state.payload_stream)
         return buffer.data
 
     def take_frames(self, codec: Codec, num_rows: int) -> torch.Tensor:
@@ -130,12 +132,23 @@ class Flight:
         if plan is None:
             if not self.recipe.is_aligned():
                 return False
-            plan = self._plan = Plan(self.recipe, launch.launcher, call.input, call.output, self.status, launch.state.decode_stream,
-                                     self.filled)
+            plan = self._plan = Plan(
+                self.recipe, launch.launcher, call.input, call.output, self.status, launch.state.decode_stream, self.filled,
+                launch.state.payload_stream if nccl_direct.returns_when_queued(self.channel) else None)
         x, out = call.input.data_ptr(), call.output.data_ptr()
         if not plan.suits(x, out):
             return False
         posted = self.post_words()
+        communicator = nccl_direct.handle(self.channel) if plan.sends and posted is not None else 0
+        if communicator:
+            plan.call(communicator, x, out, *posted, plan.fills)
+            self.is_early = self._goes_by_plan = True
+            if not plan.fills:
+                with streams.On(launch.state.decode_stream):
+                    self.queue_early(call)
+                plan.end(x, out)
+            self.filled.stream = plan.decode_stream
+            return True
         plan.begin(x, *(posted or NO_MAIL))
         if posted is None:
             self.send_words()
@@ -208,7 +221,7 @@ class Flight:
     # What ``work.Pending`` asks of the Work that brings the payload: here with what was queued early.
 
     def wait(self) -> None:
-        if not self.is_early:
+        if not self.is_early and self.payload_work is not None:
             self.payload_work.wait()
         # The driver takes the default stream for that of the current device.
         elif (not self._goes_by_plan or streams.current_device() != self.device.index
@@ -216,7 +229,7 @@ class Flight:
             self.filled.join()
 
     def is_completed(self) -> bool:
-        return self.filled.passed if self.is_early else self.payload_work.is_completed()
+        return self.filled.passed if self.is_early or self.payload_work is None else self.payload_work.is_completed()
 
     def finish(self) -> None:
         """Fills the output."""

@@ -76,6 +76,11 @@ class GroupState:
         return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     @functools.cached_property
+    def payload_stream(self) -> torch.cuda.Stream | None:
+        """Of payloads that are not torch's to launch; None on a CPU."""
+        return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+    @functools.cached_property
     def resend_stream(self) -> torch.cuda.Stream | None:
         """On which what a settled call needs is queued, in launch order on every rank; None on a CPU."""
         return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None

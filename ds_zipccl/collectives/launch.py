@@ -18,8 +18,8 @@ from ds_zipccl.kernels import ops
 from ds_zipccl.stats import Stats
 
 STATUS_BYTES = 4
-#: Whether what a call queues on a GPU is prepared (plans.py). Not by itself until it has been seen on one; ZIPCCL_PREPARED=1 asks for it.
-PREPARED = os.environ.get("ZIPCCL_PREPARED", "0") not in ("", "0")
+#: Whether what a call queues on a GPU is prepared (plans.py).
+PREPARED = os.environ.get("ZIPCCL_PREPARED", "1") not in ("", "0")
 _WAITS_BLOCK = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0")         # Work.wait() of NCCL's holds the host
 
 

@@ -1,15 +1,20 @@
-"""NCCL's own functions for status words, on the communicator of a torch backend: a few bytes for which torch's way around them (events,
-records, its watchdog's queue) would take 20 us of host time. The operations are those that torch itself would call, so ranks may mix.
+"""NCCL's own functions on the communicator of a torch backend: torch's way around them (events, records, its watchdog's queue) takes 20 to
+40 us of host time a call. The operations are those that torch itself would call, so ranks may mix.
 
-Payloads do not come here: they belong to the caller's group, with all that torch does for it.
+Status words go so, and payloads of prepared calls (plans.py) on groups with a mailbox. Torch's watchdog does not know these calls: that a
+rank has ended or is late is found by who waits for its word, after the group's own timeout.
 """
 import ctypes
 import functools
+import os
+
+from torch.distributed import distributed_c10d as c10d
 
 from ds_zipccl.errors import CollectiveError
 from zipscape.errors import describe
 
 _INT32 = 2
+_BACKEND = getattr(c10d, "ProcessGroupNCCL", ())
 _P, _N, _I = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _ARGUMENTS = {
     "ncclAllGather": (_P, _P, _N, _I, _P, _P),
@@ -19,6 +24,10 @@ _ARGUMENTS = {
     "ncclGroupStart": (),
     "ncclGroupEnd": (),
 }
+
+
+#: Whether payloads may go so.
+PAYLOADS = os.environ.get("ZIPCCL_DIRECT", "1") not in ("", "0")
 
 
 @functools.cache
@@ -36,18 +45,41 @@ def _library() -> ctypes.CDLL | None:
 
 def communicator(backend) -> "Communicator | None":
     """Of a ProcessGroupNCCL that is connected; None where this torch does not give it away, or NCCL's functions are not at hand."""
+    address = handle(backend)
+    return Communicator(address, _library()) if address and _library() is not None else None
+
+
+@functools.cache
+def payload_functions():
+    """For ``launch_calls.LaunchCalls.plan``; None where they are not at hand or not wanted."""
+    library = _library() if PAYLOADS else None
+    names = "ncclAllGather", "ncclSend", "ncclRecv", "ncclGroupStart", "ncclGroupEnd"
+    return library and (_P * len(names))(*[ctypes.cast(getattr(library, name), _P) for name in names])
+
+
+def returns_when_queued(backend) -> bool:
+    """Whether NCCL's functions have queued their work when they return: those of a communicator that does not block may not have."""
     try:
-        handle = backend._comm_ptr()
+        return backend.options.config.blocking != 0 and os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING", "0") in ("", "0")
+    except AttributeError:
+        return False
+
+
+def handle(backend) -> int:
+    """Of a ProcessGroupNCCL's communicator on the current device; 0: it has none yet, or none any more, or torch does not give it away."""
+    if not isinstance(backend, _BACKEND):           # one that wraps it wants to see the calls
+        return 0
+    try:
+        return backend._comm_ptr()
     except (AttributeError, RuntimeError):
-        return None
-    return Communicator(handle, _library()) if handle and _library() is not None else None
+        return 0
 
 
 class Communicator:
     """int32 words at addresses of device memory, results also of pinned host memory; queued on ``stream`` (a cudaStream_t)."""
 
-    def __init__(self, handle: int, library: ctypes.CDLL):
-        self._handle, self._library = _P(handle), library
+    def __init__(self, address: int, library: ctypes.CDLL):
+        self._handle, self._library = _P(address), library
 
     def all_gather(self, out: int, own: int, count: int, stream: int) -> None:
         self._check(self._library.ncclAllGather(own, out, count, _INT32, self._handle, stream))

@@ -11,7 +11,7 @@ from ds_zipccl.codec.codec import Codec
 from ds_zipccl.collectives.flight import Flight
 from ds_zipccl.collectives.launch import STATUS_BYTES, Launch, frames_bytes
 from ds_zipccl.collectives.parts import ranges
-from ds_zipccl.collectives.plans import Recipe, Rows
+from ds_zipccl.collectives.plans import Recipe, Rows, exchange
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
 from ds_zipccl.collectives.transport import all_but, all_to_all_bytes, native_reduce_scatter
 from ds_zipccl.collectives.views import as_rows, divisor, equal_numels, flat
@@ -46,7 +46,7 @@ class _Scatter(Flight):
         self._rows: torch.Tensor | None = None
         if isinstance(call.input, torch.Tensor) and divisor(call) == 1:
             self.recipe = Recipe([Rows(codec, sent, call.rank)], [Rows(codec, received, call.rank, call.rank * call.output.numel())],
-                                 sums=True)
+                                 sums=True, payload=exchange(*reversed(self._pieces)))
         self.wire_bytes = (codec.frame_bytes + STATUS_BYTES) * (call.world_size - 1)
 
     def prepare(self, call: Call) -> None:

@@ -1,7 +1,7 @@
-"""The C interface of csrc/zipccl/launch.h, through ctypes: what a zipped call queues but for its payload, by three calls.
+"""The C interface of csrc/zipccl/launch.h, through ctypes: what a zipped call queues, by one call, or by three around its payload.
 Knows no group.
 
-Addresses are of device memory, streams and events handles of the driver's.
+Addresses are of device memory, streams and events handles of the driver's, communicators of NCCL's.
 """
 import ctypes
 
@@ -21,11 +21,17 @@ class _Step(ctypes.Structure):
                 ("num_rows", _I), ("skip", _I), ("is_sum", _I), ("word", _P)]
 
 
+class _Transfer(ctypes.Structure):
+    """launch.h has the meaning."""
+    _fields_ = [("sent", _P), ("num_sent", _I), ("received", _P), ("num_received", _I), ("peer", _I)]
+
+
 class _Plan(ctypes.Structure):
     """launch.h has the meaning."""
     _fields_ = [("functions", ctypes.POINTER(_P)), ("encodes", ctypes.POINTER(_Step)), ("decodes", ctypes.POINTER(_Step)),
                 ("num_encodes", _I), ("num_decodes", _I), ("copy_from", _I), ("copy_to", _I), ("copy_bytes", _I), ("workspace", _P),
-                ("stream", _P), ("decode_stream", _P), ("encoded", _P), ("filled", _P)]
+                ("stream", _P), ("decode_stream", _P), ("encoded", _P), ("filled", _P), ("nccl", ctypes.POINTER(_P)),
+                ("transfers", ctypes.POINTER(_Transfer)), ("num_transfers", _I), ("payload_stream", _P), ("arrived", _P)]
 
 
 def step(g: Geometry, frames: int, frame_stride: int, num_rows: int, skip: int, word: int, *, offset: int = 0,
@@ -50,27 +56,36 @@ class LaunchCalls:
         self._functions = functions                 # kept
         self._table = (_P * len(functions))(*[ctypes.cast(function, _P) for function in functions])
         for name, arguments in (("begin", (_P, _P, _P, ctypes.c_uint32)), ("beside", (_P, _P, _P)), ("end", (_P, _P, _P)),
-                                ("join", (_P, _P))):
+                                ("call", (_P, _P, _P, _P, _P, ctypes.c_uint32, _I)), ("join", (_P, _P))):
             function = getattr(library, f"zipccl_launch_{name}")
             function.argtypes, function.restype = arguments, ctypes.c_int
             setattr(self, name, function)
 
     def plan(self, encodes: list[_Step], decodes: list[_Step], copy: tuple[int, int, int], workspace: int, stream: int, decode_stream: int,
-             encoded: int, filled: int) -> "Plan":
-        """``copy``: bytes before this rank's piece in the input, before its place in the output, and of it. ``encoded``, ``filled``:
-        events."""
-        return Plan(self, encodes, decodes, (*copy, workspace, stream, decode_stream, encoded, filled))
+             encoded: int, filled: int, nccl=None, transfers=(), payload_stream: int = 0, arrived: int = 0) -> "Plan":
+        """``copy``: bytes before this rank's piece in the input, before its place in the output, and of it. ``encoded``, ``filled``,
+        ``arrived``: events. ``nccl``: a C array of addresses of NCCL's functions, as launch.h's ``Nccl`` has them, for a payload of
+        ``transfers``: (address of what goes, its bytes, address for what comes, its bytes, peer; -1 for an all-gather)."""
+        transfers = (_Transfer * len(transfers))(*[_Transfer(*each) for each in transfers])
+        return Plan(self, encodes, decodes, (*copy, workspace, stream, decode_stream, encoded, filled, nccl, transfers, len(transfers),
+                                             payload_stream, arrived))
 
 
 class Plan:
     """What calls of one kind queue. Raises KernelError when CUDA refuses something."""
-    __slots__ = ("_begin", "_beside", "_end", "_join", "_address", "_kept")
+    __slots__ = ("_begin", "_beside", "_end", "_join", "_call", "_address", "_kept")
 
     def __init__(self, calls: LaunchCalls, encodes, decodes, rest: tuple):
         lists = [(_Step * len(steps))(*steps) for steps in (encodes, decodes)]
         plan = _Plan(calls._table, *lists, len(encodes), len(decodes), *rest)
-        self._begin, self._beside, self._end, self._join = calls.begin, calls.beside, calls.end, calls.join
-        self._address, self._kept = ctypes.addressof(plan), (calls, plan, lists)
+        self._begin, self._beside, self._end, self._join, self._call = calls.begin, calls.beside, calls.end, calls.join, calls.call
+        self._address, self._kept = ctypes.addressof(plan), (calls, plan, lists, rest)
+
+    def call(self, communicator: int, x: int, out: int, mail: int, stamp: int, fills: bool) -> None:
+        """``begin``, the payload, ``beside`` and, if ``fills``, ``end``; else the decode stream waits for the payload."""
+        code = self._call(self._address, communicator, x, out, mail, stamp, fills)
+        if code:
+            _refused(code)
 
     def begin(self, x: int, mail: int, stamp: int) -> None:
         """Before the payload; ``x``, ``out``: the tensors' addresses. ``mail``: where ``stamp`` << 32 | the status goes; 0: nowhere."""
@@ -96,5 +111,8 @@ class Plan:
 
 
 def _refused(code: int) -> None:
+    if code < 0:
+        raise KernelError(describe("NCCL refused to send frames", got=f"ncclResult {-1 - code}",
+                                   todo="run with NCCL_DEBUG=WARN to see why"))
     raise KernelError(describe("CUDA refused a part of a zipped call", got=f"error {code}",
                                todo="run `ds_zipccl report`; error 209 or 222 means the library was built for another GPU"))

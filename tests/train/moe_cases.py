@@ -2,7 +2,7 @@
 import torch
 
 from tests.train.moe_helpers import TOKENS, ZIPPED, Net, close, compare, initialize, samples, settings, train
-from tests.zipccl.collective_helpers import flip, spoiled
+from tests.zipccl.collective_helpers import flip, payloads_by_torch, spoiled
 
 STEPS, EXCHANGES = 3, 4                 # of one step: there and back, forward and backward
 
@@ -73,7 +73,8 @@ def case_flipped_bit_changes_training(rank, world):
 
     all_to_all.exchange_bytes = flipping
     try:
-        flipped, _ = train(Net, 1, ZIPPED)
+        with payloads_by_torch():
+            flipped, _ = train(Net, 1, ZIPPED)
     finally:
         all_to_all.exchange_bytes = original
     assert len(calls) == STEPS * EXCHANGES and flipped != native, "a flipped bit went unseen"

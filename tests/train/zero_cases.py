@@ -17,7 +17,7 @@ from torch import nn
 from ds_zipccl.backend import deepspeed_comm, deepspeed_hooks
 from ds_zipccl.collectives import reduce_scatter, transport
 from tests.helpers.bits import assert_same_bits
-from tests.zipccl.collective_helpers import flip, spoiled
+from tests.zipccl.collective_helpers import flip, payloads_by_torch, spoiled
 from zipscape.errors import ZipScapeError
 
 WIDTH, VOCAB, STEPS = 96, 61, 4
@@ -344,7 +344,8 @@ def case_flipped_bit_changes_training(rank, world_size):
 
     all_gather.all_gather_bytes = flipping
     try:
-        flipped = train(settings(3, "bf16", zipccl=ZIPPED), 3, steps=2)
+        with payloads_by_torch():
+            flipped = train(settings(3, "bf16", zipccl=ZIPPED), 3, steps=2)
     finally:
         all_gather.all_gather_bytes = original
     assert len(calls) >= 9 and flipped[0] != clean[0], "a flipped bit went unseen"

@@ -9,7 +9,7 @@ from ds_zipccl.collectives import all_to_all, transport
 from ds_zipccl.collectives.all_to_all import elems_per_rank
 from ds_zipccl.collectives.registry import Call, specs
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits, specials
-from tests.zipccl.collective_helpers import A2A, Guarded, begin, carry_out, flip, runtime, spoiled
+from tests.zipccl.collective_helpers import A2A, Guarded, begin, carry_out, flip, payloads_by_torch, runtime, spoiled
 
 LIST = "all_to_all"
 WIDTH = 8                               # elements in a row of dim 0
@@ -334,7 +334,7 @@ def case_bytes_on_the_wire_are_counted(rank, world):
 
     all_to_all.exchange_bytes = measuring
     try:
-        with runtime() as live:
+        with payloads_by_torch(), runtime() as live:
             for name in ("equal", "frames beside raw pieces", "random"):
                 before = live.stats.snapshot().get(A2A, {"raw_bytes": 0, "wire_bytes": 0})
                 matrix, calls = matrices(world)[name], len(sent)
@@ -358,7 +358,7 @@ def case_flipped_bit_in_an_exchange_is_seen(rank, world):
         def flipping(received, sent, group, at=at):
             return spoiled(original(received, sent, group), lambda: flip(received[(rank + 1) % world], at, 0x80))
 
-        with runtime() as live:
+        with payloads_by_torch(), runtime() as live:
             matrix = [[rows if j == (i - 1) % world else 2 * BIG for j in range(world)] for i in range(world)]
             call = split_call(rank, matrix)
             all_to_all.exchange_bytes = flipping

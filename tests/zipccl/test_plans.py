@@ -8,8 +8,8 @@ import torch
 
 from ds_zipccl.codec.codec import Codec
 from ds_zipccl.codec.format import OVERFLOW_BIT
-from ds_zipccl.collectives import plans, streams
-from ds_zipccl.collectives.plans import Plan, Recipe, Rows
+from ds_zipccl.collectives import nccl_direct, plans, streams
+from ds_zipccl.collectives.plans import Plan, Recipe, Rows, Transfer, exchange
 from ds_zipccl.errors import KernelError
 from ds_zipccl.kernels import loader
 from ds_zipccl.kernels.cuda_calls import CudaCalls
@@ -17,7 +17,7 @@ from ds_zipccl.kernels.launch_calls import LaunchCalls
 from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.emulated import compile_for_host
 
-CPU, BF, STREAM, DECODES = torch.device("cpu"), torch.bfloat16, 11, 22
+CPU, BF, STREAM, DECODES, PAYLOADS, COMMUNICATOR = torch.device("cpu"), torch.bfloat16, 11, 22, 33, 44
 N = 40_000                              # elements of a row: a tile and a part of one
 
 
@@ -28,8 +28,8 @@ def codec_library(tmp_path_factory) -> ctypes.CDLL:
 
 @pytest.fixture
 def gpu(codec_library, monkeypatch):
-    """``log``: what the driver was asked for. ``refuse``: a code for the next copy."""
-    gpu = SimpleNamespace(log=[], refuse=0)
+    """``log``: what the driver and NCCL were asked for. ``refuse``: a code for copies, ``nccl_refuses``: for what NCCL is to send."""
+    gpu = SimpleNamespace(log=[], refuse=0, nccl_refuses=0)
 
     def record(event, stream):
         gpu.log.append(("record", event, stream))
@@ -53,7 +53,20 @@ def gpu(codec_library, monkeypatch):
     gpu.launcher = SimpleNamespace(launch_calls=LaunchCalls(codec_library, *functions, *driver), workspace=lambda *_: workspace.data_ptr(),
                                    unread_word=lambda index: gpu.unread.data_ptr())
     monkeypatch.setattr(streams, "current", lambda device: STREAM)
-    monkeypatch.setattr(plans.streams, "Mark", lambda device: SimpleNamespace(handle=77))
+    handles = iter(range(77, 88))
+    monkeypatch.setattr(plans.streams, "Mark", lambda device: SimpleNamespace(handle=next(handles)))
+
+    def asked(name, code=lambda: 0):
+        def ask(*arguments):
+            gpu.log.append((name, *arguments))
+            return code()
+        return ctypes.CFUNCTYPE(ctypes.c_int, *nccl_direct._ARGUMENTS[name])(ask)
+
+    names = {"ncclAllGather": lambda: gpu.nccl_refuses, "ncclSend": lambda: gpu.nccl_refuses, "ncclRecv": lambda: 0,
+             "ncclGroupStart": lambda: 0, "ncclGroupEnd": lambda: 0}
+    gpu.nccl = [asked(name, code) for name, code in names.items()]
+    table = (p * len(gpu.nccl))(*[ctypes.cast(function, p) for function in gpu.nccl])
+    monkeypatch.setattr(nccl_direct, "payload_functions", lambda: table)
     return gpu
 
 
@@ -61,11 +74,16 @@ class Rank:
     def __init__(self, gpu, recipe: Recipe, x: torch.Tensor, out: torch.Tensor):
         self.x, self.out, self.status = x, out, torch.full((1,), -1, dtype=torch.int32, device=CPU)
         self.mail = torch.full((3,), 5, dtype=torch.int64, device=CPU)
-        self.plan = Plan(recipe, gpu.launcher, x, out, self.status, SimpleNamespace(cuda_stream=DECODES), SimpleNamespace(handle=88))
+        self.plan = Plan(recipe, gpu.launcher, x, out, self.status, SimpleNamespace(cuda_stream=DECODES), SimpleNamespace(handle=88),
+                         SimpleNamespace(cuda_stream=PAYLOADS))
 
     def begin(self, stamp=1 << 31 | 5):
         self.plan.begin(self.x.data_ptr(), self.mail[1:].data_ptr(), stamp)
         return [value % (1 << 64) for value in self.mail.tolist()] == [5, stamp << 32 | int(self.status), 5]
+
+    def call(self, fills=True, stamp=7):
+        self.plan.call(COMMUNICATOR, self.x.data_ptr(), self.out.data_ptr(), self.mail[1:].data_ptr(), stamp, fills)
+        return self.out
 
     def beside(self):
         self.plan.beside(self.x.data_ptr(), self.out.data_ptr())
@@ -104,7 +122,7 @@ def test_all_gather(gpu, in_place):
             gpu.log.clear()
             assert ranks[rank][0].begin() and gpu.log == []
             assert same(ranks[rank][0].beside()[rank], data(10 * turn + rank, N))
-            assert gpu.log == ([] if in_place else [("record", 77, STREAM), ("wait", DECODES, 77), ("copy", 2 * N, DECODES)])
+            assert gpu.log == ([] if in_place else [("record", 77 + rank, STREAM), ("wait", DECODES, 77 + rank), ("copy", 2 * N, DECODES)])
         for rank, (one, frames) in enumerate(ranks):
             for peer, (_, theirs) in enumerate(ranks):
                 if peer != rank:
@@ -178,3 +196,48 @@ def test_what_cuda_refuses_is_said(gpu):
     gpu.refuse = 700
     with pytest.raises(KernelError, match="700"):
         one.beside()
+
+
+def test_a_call_with_its_payload(gpu):
+    """Of the last of three ranks, whose peers' frames are there before it asks NCCL for them."""
+    world, rank = 3, 2
+    frames, x = codec().empty_frames(world, CPU), data(rank, N)
+    for peer in range(rank):
+        codec().encode(data(peer, 1, N), frames[peer:peer + 1], torch.zeros(1, dtype=torch.int32, device=CPU))
+    for in_place in (False, True):
+        out = torch.zeros(world, N, dtype=BF, device=CPU)
+        out[rank] = x
+        recipe = Recipe([Rows(codec(), frames[rank:])], [Rows(codec(), frames, rank)], copy=(0, rank * N, N),
+                        payload=(Transfer(frames[rank], frames),))
+        one = Rank(gpu, recipe, out[rank] if in_place else x, out)
+        encoded, arrived = (79, 80) if in_place else (77, 78)
+        assert one.plan.sends
+        gpu.log.clear()
+        assert same(one.call(), torch.stack([data(r, N) for r in range(world)]))
+        assert gpu.log == [("record", encoded, STREAM), ("wait", PAYLOADS, encoded),
+                           ("ncclAllGather", frames[rank].data_ptr(), frames.data_ptr(), frames.shape[1], 1, COMMUNICATOR, PAYLOADS),
+                           ("record", arrived, PAYLOADS),
+                           *([] if in_place else [("wait", DECODES, encoded), ("copy", 2 * N, DECODES)]),
+                           ("wait", DECODES, arrived), ("record", 88, DECODES)]
+        assert one.mail.tolist() == [5, 7 << 32 | int(one.status), 5]
+
+
+def test_a_payload_for_each_peer(gpu):
+    """Rank 1 of 3 has nothing for rank 2 and gets nothing from rank 0; what comes after the payload is not this call's."""
+    sent, received = codec().empty_frames(1, CPU), codec().empty_frames(1, CPU)
+    nothing = sent[0][:0]
+    recipe = Recipe([Rows(codec(), sent)], None, anywhere=True,
+                    payload=exchange([sent[0], nothing, nothing], [nothing, nothing, received[0][:640]]))
+    one = Rank(gpu, recipe, data(1, N), torch.zeros(N, dtype=BF, device=CPU))
+    one.call(fills=False)
+    size = sent.shape[1]
+    assert gpu.log == [("record", 77, STREAM), ("wait", PAYLOADS, 77), ("ncclGroupStart",),
+                       ("ncclSend", sent.data_ptr(), size, 1, 0, COMMUNICATOR, PAYLOADS),
+                       ("ncclRecv", received.data_ptr(), 640, 1, 2, COMMUNICATOR, PAYLOADS), ("ncclGroupEnd",),
+                       ("record", 78, PAYLOADS), ("wait", DECODES, 78)]
+    assert not one.out.any()
+    gpu.log.clear()
+    gpu.nccl_refuses = 5
+    with pytest.raises(KernelError, match="ncclResult 5"):
+        one.call()
+    assert gpu.log[-2:] == [("ncclSend", sent.data_ptr(), size, 1, 0, COMMUNICATOR, PAYLOADS), ("ncclGroupEnd",)]

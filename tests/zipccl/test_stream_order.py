@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from ds_zipccl.codec.format import OVERFLOW_BIT
-from ds_zipccl.collectives import group_state, launch, streams
+from ds_zipccl.collectives import group_state, launch, nccl_direct, streams
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.collectives.streams import copy as copy_elements
@@ -27,6 +27,7 @@ GPU, WORLD, ROW = torch.device("cuda", 0), 2, 4096
 OPS = tuple(specs(internal=True))
 PREPARED = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce", "broadcast")
 MAIL = 0x1234500         # an entry of a mailbox
+COMMUNICATOR = 0x77700
 
 
 class Gpu:
@@ -37,7 +38,7 @@ class Gpu:
     def __init__(self):
         self.current, self.seen, self.host, self.log, self.handles = 0, {}, set(), [], itertools.count(100)
         self._kept, self.events, self.storages, self.posts, self.told = {}, {}, {}, False, {}
-        self.is_prepared, self.num_prepared = False, 0
+        self.is_prepared, self.num_prepared, self.num_sent = False, 0, 0
 
     def address(self, tensor):
         storage = tensor.untyped_storage()
@@ -189,6 +190,34 @@ def prepared(gpu, library):
     return LaunchCalls(library, *[ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(function) for function, arguments in signatures])
 
 
+def nccl(gpu):
+    """NCCL's functions, the same way, as ``nccl_direct.payload_functions`` gives them."""
+    in_group = []
+
+    def queue(stream, *places):
+        gpu.num_sent += 1
+        gpu.queue("payload", stream or 0, [gpu.at(place) for place in places])
+        return 0
+
+    def all_gather(own, out, count, dtype, communicator, stream):
+        assert communicator == COMMUNICATOR and not in_group and count and out <= own < out + WORLD * count
+        return queue(stream, own, out)
+
+    def one_way(place, count, dtype, peer, communicator, stream):
+        assert communicator == COMMUNICATOR and in_group == [1] and count and peer == 1
+        return queue(stream, place)
+
+    def group(*change):
+        in_group[:] = change
+        return 0
+
+    p, i, n = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+    signatures = ((all_gather, (p, p, n, i, p, p)), (one_way, (p, n, i, i, p, p)), (one_way, (p, n, i, i, p, p)),
+                  (lambda: group(1), ()), (lambda: group(), ()))
+    gpu.nccl = [ctypes.CFUNCTYPE(i, *arguments)(function) for function, arguments in signatures]
+    return (p * len(gpu.nccl))(*[ctypes.cast(function, p) for function in gpu.nccl])
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> ctypes.CDLL:
     target = tmp_path_factory.mktemp("launch") / "launch.so"
@@ -197,12 +226,18 @@ def library(tmp_path_factory) -> ctypes.CDLL:
     return ctypes.CDLL(str(target))
 
 
-@pytest.fixture(params=["step by step", "prepared", "prepared, words by encode"])
+@pytest.fixture(params=["step by step", "prepared", "prepared, words by encode", "prepared, words by encode, payload too"])
 def gpu(request, monkeypatch, library):
     gpu = Gpu()
     gpu.is_prepared, gpu.posts = "prepared" in request.param, "words" in request.param
     calls = prepared(gpu, library)
     monkeypatch.setattr(launch, "PREPARED", gpu.is_prepared)
+    gpu.sends = "payload" in request.param
+    if gpu.sends:
+        functions = nccl(gpu)
+        monkeypatch.setattr(nccl_direct, "payload_functions", lambda: functions)
+        monkeypatch.setattr(nccl_direct, "returns_when_queued", lambda backend: True)
+        monkeypatch.setattr(nccl_direct, "handle", lambda backend: COMMUNICATOR)
     objects = {}
 
     def stream(handle):
@@ -344,6 +379,7 @@ def test_order_of_a_call(gpu, live, op, overflow, second):
         read, others = max(gpu.all("read")), gpu.all("of the default stream")
         assert payloads and (encodes and words or op == "broadcast") and (decodes or overflow)
         assert bool(gpu.num_prepared) == (gpu.is_prepared and op in PREPARED)
+        assert bool(gpu.num_sent) == (gpu.sends and op in PREPARED and op != "broadcast")
         assert bool(resends) == (overflow or op == "all_reduce")
         for each in encodes | payloads | words | decodes | copies | resends:
             assert first in gpu.before(each), f"{gpu.log[each]} before its input is there"

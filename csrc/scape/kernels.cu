@@ -38,6 +38,14 @@ static int owner_of(const Owner& c, cudaStream_t stream) {
     return last_error();
 }
 
+template <class K>
+static void choose_as(const Select& c, const Scratch& s, i64 grid, cudaStream_t stream) {
+    for (int again = 0; again < 2; ++again) {
+        SCAPE_LAUNCH(sample_kernel<K>, grid, kSelectThreads, stream, c, s, again != 0);
+        SCAPE_LAUNCH(choose_kernel<K>, grid, kSelectThreads, stream, c, s, again != 0);
+    }
+}
+
 extern "C" {
 
 // Sizes of Enter, Select, Owner, Dense, Group, Search, Scratch, Range and Fill, to be compared with the caller's.
@@ -142,11 +150,15 @@ int scape_cuda_select(const Select* c, const Scratch* scratch, i64 num_searches,
     Scratch s = *scratch;
     s.by_fours = is_aligned(c->rank_by, 16) && is_aligned(c->square, 16) && is_aligned(c->last_sync, 4 * c->last_bytes) &&
                  is_aligned(c->chosen, 4);
+    s.num_searches = num_searches;
     const i64 grid = s.num_tiles < (i64)ctas * kSelectWarps ? ceil_div(s.num_tiles, kSelectWarps) : ctas;
-    for (int again = 0; again < 2; ++again) {
-        SCAPE_LAUNCH(sample_kernel, grid, kSelectThreads, stream, *c, s, again != 0);
-        SCAPE_LAUNCH(choose_kernel, grid, kSelectThreads, stream, *c, s, again != 0);
-    }
+    const bool by_sign = c->last_sync == c->rank_by && c->last_bytes == 4 && c->step == -1 && c->max_age == 0;
+    if (by_sign)
+        c->square ? choose_as<Kind<true, 0>>(*c, s, grid, stream) : choose_as<Kind<false, 0>>(*c, s, grid, stream);
+    else if (c->last_bytes == 2)
+        c->square ? choose_as<Kind<true, 2>>(*c, s, grid, stream) : choose_as<Kind<false, 2>>(*c, s, grid, stream);
+    else
+        c->square ? choose_as<Kind<true, 4>>(*c, s, grid, stream) : choose_as<Kind<false, 4>>(*c, s, grid, stream);
     SCAPE_LAUNCH(digit_kernel, s.num_groups, kThreads, stream, *c, s);
     SCAPE_LAUNCH(equal_kernel, s.num_groups, kThreads, stream, *c, s);
     SCAPE_LAUNCH(finish_kernel, s.num_groups, kThreads, stream, *c, s);

@@ -2,7 +2,7 @@
 //
 //   sample    counts the first digits of every 4th or 16th line of a segment, of all of a small one. From them: a few values of the first
 //             digit between which the k-th largest key must lie, or, from a sample, very likely does: the bracket
-//   choose    one pass over everything: chosen above the bracket, not below it, which an approximation of most scores tells; keys inside
+//   choose    one pass over everything: chosen above the bracket, not below it, which an approximation of most keys tells; keys inside
 //             are noted down, and their first two digits counted. From them: these digits of the k-th, if the bracket was right; where it
 //             was not, both steps are done again without sampling
 //   digit     the third digit, over what was noted
@@ -17,13 +17,10 @@
 
 namespace scape {
 
-// Takes part of the searches that have to be done again only, or of all.
-__device__ __forceinline__ bool is_skipped(const Search& search, bool again) { return again && !search.again; }
-
-// The keys of eight of a search's sampled lines: `line` is the first's number. The few elements before the search's first one may be
+// About the keys of eight of a search's sampled lines: `line` is the first's number. The few elements before the search's first one may be
 // counted with it.
 constexpr u32 kLines = 8;
-template <class Visit>
+template <class K, class Visit>
 __device__ __forceinline__ void sampled_keys(const Select& c, const Search& search, i64 line, u32 log_each, const Visit& visit) {
     u32 r[kLines], q[kLines], last[kLines];
     const u32 step = kTileLines >> log_each;            // from line to line in a tile; other ones than in the tile before
@@ -32,26 +29,18 @@ __device__ __forceinline__ void sampled_keys(const Select& c, const Search& sear
         const u32 own = ((u32)(line + j) & ((1u << log_each) - 1)) * step + ((u32)tile & (step - 1));
         return search.start + tile * kTileElems + own * kWarp + lane_id();
     };
+    const AboutKeys<K> about(c);
 #pragma unroll
     for (u32 j = 0; j < kLines; ++j) {
         const i64 at = place(j);
         r[j] = q[j] = last[j] = 0;
         if (at >= search.end) continue;
         r[j] = bits_of(c.rank_by[at]);
-        if (c.square) q[j] = bits_of(c.square[at]);
+        if (K::kSquare) q[j] = bits_of(c.square[at]);
+        if (K::kLast) last[j] = load_last(c.last_sync, at, K::kLast);
     }
-    const auto load_lasts = [&](int bytes) {
 #pragma unroll
-        for (u32 j = 0; j < kLines; ++j)
-            if (place(j) < search.end) last[j] = load_last(c.last_sync, place(j), bytes);
-    };
-    if (c.last_bytes == 4)
-        load_lasts(4);
-    else
-        load_lasts(2);
-#pragma unroll
-    for (u32 j = 0; j < kLines; ++j)
-        visit(j, place(j) < search.end, key_of(c, r[j], q[j], age_of(last[j], c.last_bytes, c.step) >= c.max_age));
+    for (u32 j = 0; j < kLines; ++j) visit(j, place(j) < search.end, about.key(r[j], q[j], last[j], 0));
 }
 
 // Sums of a histogram from the top: `found(d, sum of the counts above d, count of d)` is called, by one thread, for the largest d at which
@@ -96,23 +85,27 @@ __device__ __forceinline__ void set_bracket(Search& search, u32* histogram) {
     clear(histogram, digit_size(0));
     if (threadIdx.x == 0) {
         search.lo = ends[0], search.hi = ends[1];
-        if (search.hi - search.lo >= kBracket) search.hi = search.lo + kBracket - 1;     // found wrong, most likely
+        const u32 most = kBracket << kMaxCoarse;
+        if (search.hi - search.lo >= most) search.hi = search.lo + most - 1;            // found wrong, most likely
+        search.coarse = 0;
+        while (search.hi - search.lo >= kBracket << search.coarse) ++search.coarse;
         search.above = 0;
     }
 }
 
+template <class K>
 __global__ void __launch_bounds__(kSelectThreads, 2) sample_kernel(const Select c, const Scratch s, bool again) {
     __shared__ u32 histogram[8192];
     const auto count = [&](bool valid, u32 key) {
         if (valid) atomicAdd(&histogram[key >> kLowBits], 1u);
     };
-    over_tiles(s, histogram, [&](const Search& search) { return is_skipped(search, again); },
+    over_tiles(s, histogram, again,
                [&](i64 t, i64 stop, const Search& search) {
                    const u32 log_each = log_sampled(search);
                    if (1u << log_each < kTileLines) {
                        const i64 first = (t - search.first_tile) << log_each, end = (stop - search.first_tile) << log_each;
                        for (i64 line = first + warp_id() * kLines; line < end; line += kSelectWarps * kLines)
-                           sampled_keys(c, search, line, log_each, [&](u32 j, bool valid, u32 key) {
+                           sampled_keys<K>(c, search, line, log_each, [&](u32 j, bool valid, u32 key) {
                                count(valid && line + j < end, key);
                            });
                        return;
@@ -126,126 +119,142 @@ __global__ void __launch_bounds__(kSelectThreads, 2) sample_kernel(const Select 
 }
 
 // The first two digits, from the counts inside the bracket.
-__device__ __forceinline__ void settle_two(Search& search, u32* histogram) {
+__device__ __forceinline__ void settle_two(Search& search, u32* histogram, bool again) {
     __shared__ u32 shared[kSelectWarps];
     const i64 wanted = search.count - (i64)load_fresh(&search.above);
-    const u32 lo = search.lo << (kLowBits - kThirdBits);
-    if (threadIdx.x == 0) search.again = 1;
+    if (threadIdx.x == 0 && !again) search.again = 1;           // the second time all are exact, and others still look at it
     __syncthreads();
     if (wanted > 0)
         find_from_top(histogram, digit_size(0), wanted, shared, [&](u32 d, i64 above, u32) {
-            search.again = 0;
-            search.prefix = (lo + d) << kThirdBits, search.wanted = wanted - above;
+            if (!again) search.again = 0;
+            search.prefix = search.lowest() + (d << search.third_bits()), search.wanted = wanted - above;
         });
     clear(histogram, digit_size(0));
 }
 
-// Chosen or not, where an approximation of the score is clear: adds who is chosen to the bytes of `num_above`, and returns whose keys are
-// needed (bit e; not chosen so far).
-__device__ __forceinline__ u32 clear_ones(const Select& c, const Scratch& s, const Tile& tile, const Limits& limits, const Four& four,
-                                          u32 at, u32& num_above) {
-    u32 bytes = 0, open = 0;
+// Adds who is chosen for sure to the bytes of `num_above`, and returns whose keys have to be looked at (bit e; not chosen so far).
+template <class K>
+__device__ __forceinline__ u32 clear_ones(const AboutKeys<K>& about, const Four& four, u32 lo, u32 hi, u32& bytes) {
+    u32 open = 0;
+    bytes = 0;
 #pragma unroll
     for (u32 e = 0; e < 4; ++e) {
-        const float r = with_bits(four.r[e] & 0x7FFFFFFFu);
-        const u32 q = four.q[e] | (u32)((int)four.q[e] >> 31);          // negative ones, whose root is NaN, become NaN
-        const float score = c.square ? r * about_inverse(about_root(with_bits(q)) + kScoreEps) : r;
-        const bool is_overdue = four.is_overdue(c, e);
-        const bool is_above = score > (is_overdue ? limits.overdue_above : limits.above);
-        const bool is_below = score < (is_overdue ? limits.overdue_below : limits.below);
-        bytes |= is_above ? 1u << 8 * e : 0;
-        open |= is_above || is_below ? 0 : 1u << e;
+        const u32 key = about.key(four.r[e], four.q[e], four.last[K::kLast == 2 ? e / 2 : e], K::kLast == 2 ? e % 2 : 0);
+        bytes |= key > hi ? 1u << 8 * e : 0;
+        open |= key <= hi && key >= lo ? 1u << e : 0;
     }
-    if (four.valid == 15 && s.by_fours) {
-        *(u32*)(c.chosen + tile.start + at) = bytes;
-        num_above += bytes;
-        return open;
-    }
-#pragma unroll
-    for (u32 e = 0; e < 4; ++e) {
-        if (!(four.valid >> e & 1)) continue;
-        c.chosen[tile.start + at + e] = (u8)(bytes >> 8 * e);
-        num_above += bytes & 1u << 8 * e;
-    }
-    return open & four.valid;
+    return open;
 }
 
+template <class K>
 __global__ void __launch_bounds__(kSelectThreads, 2) choose_kernel(const Select c, const Scratch s, bool again) {
-    __shared__ u32 histogram[8192];                                     // of first two digits inside the bracket
-    __shared__ u8 unclear[kSelectWarps][kAhead * kAtOnce];              // places of a warp's elements whose keys are needed
-    static_assert(kBracket << (kLowBits - kThirdBits) == 8192 && kAhead == 2 && kAhead * kAtOnce <= 256 && kTileElems <= 512, "");
-    over_tiles(s, histogram, [&](const Search& search) { return is_skipped(search, again); },
+    constexpr u32 kFours = kTileElems / kAtOnce;
+    __shared__ u32 histogram[8192];                     // of first two digits inside the bracket
+    __shared__ u8 unclear[kSelectWarps][kTileElems];    // places of a tile's elements whose keys are needed, without their highest bit
+    static_assert(kBracket << (kLowBits - kThirdBits) == 8192 && kTileElems == 512 && kFours == 4, "");
+    const AboutKeys<K> about(c);
+    over_tiles(s, histogram, again,
                [&](i64 first, i64 stop, const Search& search) {
-                   const Limits limits(search);
-                   const u32 lo = search.lo << (kLowBits - kThirdBits);
+                   const u32 lowest = search.lowest(), third_bits = search.third_bits(), from = first_in_doubt(search);
+                   const u32 top = last_in_doubt(search), lo = search.lo, hi = search.hi;
+                   const bool is_coarse = search.coarse > 0;
                    const SharedPlace own = shared_place(unclear[warp_id()]);
                    u32 above = 0;
                    for (i64 t = first + warp_id(); t < stop; t += kSelectWarps) {
                        const Tile tile = tile_of(search, t);
-                       if (t + kSelectWarps < stop) fetch_tile(c, s, tile_of(search, t + kSelectWarps));
-                       u32* const notes = s.notes + t * kMaxNotes;
-                       u32 num = 0, num_above = 0;         // the latter in four bytes
-                       tile_fours(c, s, tile, [&](const Four(&fours)[kAhead], u32 at) {
-                           u32 open[kAhead], counts = 0;
+                       const bool is_whole = s.by_fours && tile.skip == 0 && tile.num == kTileElems;
+                       Four fours[kFours];
+                       if (is_whole) {
 #pragma unroll
-                           for (u32 j = 0; j < kAhead; ++j) {
-                               open[j] = clear_ones(c, s, tile, limits, fours[j], at + j * kAtOnce, num_above);
-                               counts |= (u32)__popc(open[j]) << 16 * j;
+                           for (u32 j = 0; j < kFours; ++j) fours[j].load_as<K>(c, tile.start + j * kAtOnce + 4 * lane_id());
+                       } else {
+#pragma unroll
+                           for (u32 j = 0; j < kFours; ++j) fours[j].load_some(c, tile, j * kAtOnce + 4 * lane_id(), K::kSquare, K::kLast);
+                       }
+                       u32 q = 0;
+#pragma unroll
+                       for (u32 j = 0; K::kSquare && j < kFours; ++j) q |= fours[j].q[0] | fours[j].q[1] | fours[j].q[2] | fours[j].q[3];
+                       // With a negative q about_root() is not to be trusted: denormal ones count as 0.
+                       const u32 low = (int)q < 0 ? 0 : from, high = (int)q < 0 ? ~0u : top;
+                       u32 open = 0, num_above = 0;        // the latter in four bytes
+#pragma unroll
+                       for (u32 j = 0; j < kFours; ++j) {
+                           u32 bytes, mine = clear_ones<K>(about, fours[j], low, high, bytes);
+                           u8* const chosen = c.chosen + tile.start + j * kAtOnce + 4 * lane_id();
+                           if (is_whole) {
+                               *(u32*)chosen = bytes;
+                           } else {
+                               mine &= fours[j].valid;
+#pragma unroll
+                               for (u32 e = 0; e < 4; ++e) {
+                                   if (fours[j].valid >> e & 1)
+                                       chosen[e] = (u8)(bytes >> 8 * e);
+                                   else
+                                       bytes &= ~(0xffu << 8 * e);
+                               }
                            }
-                           const u32 inclusive = scan_inclusive(counts), sums = __shfl_sync(kAllLanes, inclusive, kWarp - 1);
-                           const u32 total = (sums & 0xffff) + (sums >> 16), before = inclusive - counts;
+                           open |= mine << 4 * j, num_above += bytes;
+                       }
+                       above += num_above * 0x01010101u >> 24;
+                       u32 num = 0;
+                       if (__ballot_sync(kAllLanes, open != 0)) {
+                           u32 counts = 0, start = 0, middle = 0;
 #pragma unroll
-                           for (u32 j = 0; j < kAhead; ++j) {
-                               SharedPlace to = own + (j ? (sums & 0xffff) + (before >> 16) : before & 0xffff);
+                           for (u32 j = 0; j < kFours; ++j) counts |= (u32)__popc(open >> 4 * j & 15) << 8 * j;
+                           const u32 inclusive = scan_inclusive(counts), sums = __shfl_sync(kAllLanes, inclusive, kWarp - 1);
+                           const u32 before = inclusive - counts;
+#pragma unroll
+                           for (u32 j = 0; j < kFours; ++j) {
+                               SharedPlace to = own + start + (before >> 8 * j & 0xff);
+                               start += sums >> 8 * j & 0xff;
+                               if (j == 1) middle = start;
 #pragma unroll
                                for (u32 e = 0; e < 4; ++e)
-                                   if (open[j] >> e & 1) store_place(to++, j * kAtOnce + 4 * lane_id() + e);
+                                   if (open >> (4 * j + e) & 1) store_place(to++, (j * kAtOnce + 4 * lane_id() + e) & 0xff);
                            }
                            __syncwarp();
-                           for (u32 k = lane_id(); k < total + lane_id(); k += kWarp) {
-                               const bool has = k < total;
-                               const u32 place = at - 4 * lane_id() + (has ? load_place(own + k) : 0);
-                               u32 key = 0;
+                           u32* const notes = s.notes + t * kMaxNotes;
+#pragma unroll 1
+                           for (u32 k = lane_id(); k < start + lane_id(); k += kWarp) {
+                               const bool has = k < start;
+                               u32 place = 0, key = 0;
                                if (has) {
-                                   const i64 x = tile.start + place;
-                                   const u32 last = load_last(c.last_sync, x, c.last_bytes), q = c.square ? bits_of(c.square[x]) : 0;
-                                   key = key_of(c, bits_of(c.rank_by[x]), q, age_of(last, c.last_bytes, c.step) >= c.max_age);
-                                   if (key >> kLowBits > search.hi) c.chosen[x] = 1, ++above;
+                                   place = load_place(own + k) | (k >= middle ? 256u : 0);
+                                   key = key_at<K>(c, tile.start + place);
+                                   if (key >> kLowBits > hi) c.chosen[tile.start + place] = 1, ++above;
                                }
-                               const bool is_inside = has && in_bracket(search, key);
+                               const bool is_inside = has && key >> kLowBits >= lo && key >> kLowBits <= hi;
                                const u32 inside = __ballot_sync(kAllLanes, is_inside);
                                if (is_inside) {
                                    const u32 n = num + __popc(inside & ((1u << lane_id()) - 1));
-                                   const u32 digit = (key >> kLowBits) - search.lo;
-                                   if (n < kMaxNotes) notes[n] = place << 23 | digit << kLowBits | (key & kLowMask);
-                                   atomicAdd(&histogram[(key >> kThirdBits) - lo], 1u);
+                                   if (n < kMaxNotes) notes[n] = place << kNoteBits | (is_coarse ? 0 : key - lowest);
+                                   atomicAdd(&histogram[(key - lowest) >> third_bits], 1u);
                                }
                                num += __popc(inside);
                            }
                            __syncwarp();
-                       });
-                       above += num_above * 0x01010101u >> 24;
+                       }
                        if (lane_id() == 0) s.num_notes[t] = num;
                    }
                    above = __reduce_add_sync(kAllLanes, above);
                    if (lane_id() == 0 && above) atomicAdd(&s.searches[s.search_of_tile[first]].above, above);
                },
-               settle_two);
+               [&](Search& search, u32* counts) { settle_two(search, counts, again); });
 }
 
 // The histogram of the third digit. In this step and those after it a CTA has a group of tiles, a lane one of them.
 __global__ void __launch_bounds__(kThreads) digit_kernel(const Select c, const Scratch s) {
-    __shared__ u32 histogram[kThirdSize], shared[kThreads / kWarp];
+    __shared__ u32 histogram[1 << (kThirdBits + kMaxCoarse)], shared[kThreads / kWarp];
     __shared__ u32 flag;
     const Lane own(s);
     Search& search = s.searches[own.group.search];
-    const u32 prefix = search.prefix >> kThirdBits, size = kThirdSize;
+    const u32 prefix = search.prefix, size = 1u << search.third_bits();
     clear(histogram, size);
     __syncthreads();
     const auto count = [&](bool valid, u32 key) {
-        if (valid && key >> kThirdBits == prefix) atomicAdd(&histogram[key & (size - 1)], 1u);
+        if (valid && key - prefix < size) atomicAdd(&histogram[key - prefix], 1u);
     };
-    if (own.is_noted()) own.each_note(s, search.lo, [&](u32 key, u32) { count(true, key); });
+    if (own.is_noted()) own.each_note(c, s, search, [&](u32 key, u32) { count(true, key); });
     own.each_full_tile(search, [&](const Tile& tile, u32) {
         tile_keys(c, s, tile, [&](u32 valid, const u32 (&key)[4], u32) {
             for (u32 e = 0; e < 4; ++e) count(valid >> e & 1, key[e]);
@@ -258,7 +267,7 @@ __global__ void __launch_bounds__(kThreads) digit_kernel(const Select c, const S
     if (!is_last(search, (u32)own.group.num, &flag)) return;
     const i64 wanted = search.wanted;
     find_from_top(target, size, wanted, shared, [&](u32 d, i64 above, u32 num) {
-        search.prefix |= d, search.wanted = wanted - above, search.equal = num;
+        search.prefix = prefix + d, search.wanted = wanted - above, search.equal = num;
     });
 }
 
@@ -271,7 +280,7 @@ __global__ void __launch_bounds__(kThreads) equal_kernel(const Select c, const S
     if (search.equal == search.wanted) return;
     const u32 last = search.prefix;
     u32 num = 0, total;
-    if (own.is_noted()) own.each_note(s, search.lo, [&](u32 key, u32) { num += key == last; });
+    if (own.is_noted()) own.each_note(c, s, search, [&](u32 key, u32) { num += key == last; });
     own.each_full_tile(search, [&](const Tile& tile, u32 lane) {
         u32 equal = 0;
         tile_keys(c, s, tile, [&](u32 valid, const u32 (&key)[4], u32) {
@@ -304,7 +313,7 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const Select c, const 
     if (own.is_noted() && own.num) {
         const Tile tile = tile_of(search, own.t);
         i64 left = search.wanted - before;
-        own.each_note(s, search.lo, [&](u32 key, u32 at) {
+        own.each_note(c, s, search, [&](u32 key, u32 at) {
             if (key > last || (key == last && left-- > 0)) c.chosen[tile.start + at] = 1;
         });
     }

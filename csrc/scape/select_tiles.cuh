@@ -1,8 +1,8 @@
 // How a selection (select.cuh) is divided among warps and lanes, and what it keeps between its steps.
 //
 // A tile of 512 elements belongs to a warp, which looks at four neighbours a lane at a time; tiles begin at multiples of four. A tile notes
-// up to 64 keys as 9 bits of position, 4 of first digit (inside the bracket) and 19 bits of key; one with more (many equal keys) looks at
-// its elements again in the later steps.
+// up to 64 keys: 9 bits of place, and what the key lies above the bracket's lower end in 23 bits. Where the bracket is too wide for those,
+// keys are worked out once more from the places. A tile with more keys (many equal ones) looks at its elements again in the later steps.
 #ifndef SCAPE_SELECT_TILES_CUH
 #define SCAPE_SELECT_TILES_CUH
 
@@ -10,11 +10,12 @@
 
 namespace scape {
 
-constexpr u32 kTileElems = 512, kMaxNotes = 64, kBracket = 16;
+constexpr u32 kTileElems = 512, kMaxNotes = 64, kBracket = 16, kMaxCoarse = 3;
 constexpr u32 kSelectThreads = 512, kSelectWarps = kSelectThreads / kWarp;
 constexpr u32 kAtOnce = 4 * kWarp, kAhead = 2;              // elements that a warp looks at; and how many such it has on the way
-constexpr u32 kLowBits = 19, kLowMask = (1u << kLowBits) - 1;
-constexpr u32 kThirdBits = 10, kThirdSize = 1u << kThirdBits;     // first digits as in rule.h; the second one has 9 bits
+constexpr u32 kNoteBits = 23, kNoteMask = (1u << kNoteBits) - 1;
+constexpr u32 kLowBits = 19;                                // those below the first digit, as in rule.h
+constexpr u32 kThirdBits = 10;                              // the second digit has 9 bits in a bracket of up to kBracket first digits
 
 constexpr u32 kTileLines = kTileElems / kWarp;
 
@@ -29,7 +30,10 @@ struct Search {
     u32 equal;       // keys that are the last one, where all digits are settled
     u32 again;       // the bracket was wrong
     u32 num_done;    // tiles, in the present step
-    u32 unused;
+    u32 coarse;      // the bracket is up to 2^coarse times kBracket wide, and the second digit so much coarser
+
+    __device__ __forceinline__ u32 third_bits() const { return kThirdBits + coarse; }
+    __device__ __forceinline__ u32 lowest() const { return lo << kLowBits; }        // key in the bracket
 };
 
 // Tiles of one search whose notes a CTA looks at in the later steps, one a lane.
@@ -47,7 +51,7 @@ struct Scratch {
     u32* num_notes;      // [tiles]
     u32* num_equal;      // [tiles]
     u32* equal_before;   // [groups]
-    i64 num_tiles, num_groups;
+    i64 num_tiles, num_groups, num_searches;
     i64 by_fours;        // everything as long as the partition is aligned to four elements
 };
 
@@ -64,7 +68,7 @@ __device__ __forceinline__ Tile tile_of(const Search& search, i64 t) {
 // Of a tile's 16 lines of 32 elements, how many are sampled: 1, 4 or, where the search is small or is done again, all, as a power of two.
 __device__ __forceinline__ u32 log_sampled(const Search& s) {
     const bool is_small = s.end - s.start < 1 << 14;
-    return s.again || is_small ? 4 : s.count < 1 << 12 ? 2 : 0;
+    return s.again || is_small ? 4 : s.count < 1 << 9 ? 2 : 0;
 }
 
 // What other CTAs have written, or added up, in the same kernel.
@@ -94,6 +98,45 @@ __device__ __forceinline__ u32 key_of(const Select& c, u32 r, u32 q, bool is_ove
     return sort_key(c.square ? residual_score(with_bits(r), with_bits(q)) : with_bits(r), is_overdue);
 }
 
+// What keys are made of, known when compiled: whether there are squares, and the bytes of a last synchronisation; 0: who is overdue is told
+// by the sign.
+template <bool kHasSquare, int kLastBytes>
+struct Kind {
+    static constexpr bool kSquare = kHasSquare;
+    static constexpr int kLast = kLastBytes;
+};
+
+// Keys to a millionth of the score; not where q is negative.
+template <class K>
+struct AboutKeys {
+    u32 step, max_age;
+
+    __device__ __forceinline__ explicit AboutKeys(const Select& c) : step((u32)c.step), max_age((u32)c.max_age) {
+        if (K::kLast == 2) step <<= 16, max_age = c.max_age <= 0 ? 0 : c.max_age > 0xffff ? ~0u : max_age << 16;
+    }
+    // half: where lasts of two bytes lie in a word, which of them
+    __device__ __forceinline__ u32 key(u32 r, u32 q, u32 last, u32 half) const {
+        float score = fabsf(with_bits(r));
+        if (K::kSquare) score *= about_inverse(about_root(with_bits(q)) + kScoreEps);
+        if (K::kLast == 0) return (bits_of(score) & 0x7FFFFFFFu) | (r & 0x80000000u);
+        const bool is_overdue = K::kLast == 2 ? step - (half ? last & 0xffff0000u : last << 16) >= max_age
+                                              : (int)(step - last) >= (int)max_age;
+        return (bits_of(score) & 0x7FFFFFFFu) | (is_overdue ? 0x80000000u : 0);
+    }
+};
+
+template <class K>
+__device__ __forceinline__ u32 key_at(const Select& c, i64 i) {
+    const u32 r = bits_of(c.rank_by[i]), last = K::kLast ? load_last(c.last_sync, i, K::kLast) : 0;
+    const float score = K::kSquare ? residual_score(with_bits(r), c.square[i]) : with_bits(r);
+    return sort_key(score, K::kLast ? age_of(last, K::kLast, c.step) >= c.max_age : r >> 31);
+}
+// The same where that is seldom done.
+__device__ __forceinline__ u32 any_key_at(const Select& c, i64 i) {
+    const u32 last = load_last(c.last_sync, i, c.last_bytes), q = c.square ? bits_of(c.square[i]) : 0;
+    return key_of(c, bits_of(c.rank_by[i]), q, age_of(last, c.last_bytes, c.step) >= c.max_age);
+}
+
 // Four neighbours of a lane as they lie in memory, so that none of its loads waits for another.
 struct Four {
     u32 r[4], q[4], last[4];        // last: two in a word where they have 2 bytes
@@ -104,6 +147,12 @@ struct Four {
         load_four(r, c.rank_by + at);
         if (c.square) load_four(q, c.square + at);
     }
+    template <class K>
+    __device__ __forceinline__ void load_as(const Select& c, i64 at) {
+        load_four(r, c.rank_by + at);
+        if (K::kSquare) load_four(q, c.square + at);
+        if (K::kLast) load_lasts(c, at, K::kLast);
+    }
     __device__ __forceinline__ void load_lasts(const Select& c, i64 at, int bytes) {
         if (bytes == 4) {
             load_four(last, (const u32*)c.last_sync + at);
@@ -112,8 +161,8 @@ struct Four {
             last[0] = two.x, last[1] = two.y;
         }
     }
-    // Those of the tile only; `at` counts from its start.
-    __device__ __forceinline__ void load_some(const Select& c, const Tile& tile, u32 at) {
+    // Those of the tile only; `at` counts from its start. bytes: of a last synchronisation, or 0.
+    __device__ __forceinline__ void load_some(const Select& c, const Tile& tile, u32 at, bool has_square, int bytes) {
         valid = 0;
 #pragma unroll
         for (u32 e = 0; e < 4; ++e) {
@@ -122,12 +171,12 @@ struct Four {
             const i64 i = tile.start + at + e;
             valid |= 1u << e;
             r[e] = bits_of(c.rank_by[i]);
-            if (c.square) q[e] = bits_of(c.square[i]);
-            const u32 raw = load_last(c.last_sync, i, c.last_bytes);
-            if (c.last_bytes == 4)
-                last[e] = raw;
-            else
+            if (has_square) q[e] = bits_of(c.square[i]);
+            const u32 raw = bytes ? load_last(c.last_sync, i, bytes) : 0;
+            if (bytes == 2)
                 last[e / 2] |= raw << 16 * (e % 2);
+            else
+                last[e] = raw;
         }
     }
     __device__ __forceinline__ bool is_overdue(const Select& c, u32 e) const {
@@ -139,22 +188,6 @@ struct Four {
     }
 };
 
-// Asks for a whole tile that is looked at soon to be brought nearer.
-__device__ __forceinline__ void fetch_tile(const Select& c, const Scratch& s, const Tile& tile) {
-    if (!s.by_fours || tile.skip || tile.num < kTileElems || lane_id() > 2) return;
-    const u8* from = (const u8*)c.rank_by + 4 * tile.start;
-    u32 bytes = 4 * kTileElems;
-    if (lane_id() == 1) {
-        if (!c.square) return;
-        from = (const u8*)c.square + 4 * tile.start;
-    } else if (lane_id() == 2) {
-        from = (const u8*)c.last_sync + c.last_bytes * tile.start, bytes = c.last_bytes * kTileElems;
-        const u32 off = (u32)(u64)from % 16;            // 8, where they have two bytes
-        if (off) from += 16 - off, bytes -= 16;
-    }
-    fetch_to_l2(from, bytes);
-}
-
 // Calls visit(fours, place of the lane's first element in the tile), as a warp, for the elements of a tile in order; the places of a lane's
 // next four are kAtOnce further on.
 template <class Visit>
@@ -165,16 +198,11 @@ __device__ __forceinline__ void tile_fours(const Select& c, const Scratch& s, co
         if (is_whole) {
 #pragma unroll
             for (u32 j = 0; j < kAhead; ++j) fours[j].load(c, tile.start + first + j * kAtOnce);
-            if (c.last_bytes == 4) {
 #pragma unroll
-                for (u32 j = 0; j < kAhead; ++j) fours[j].load_lasts(c, tile.start + first + j * kAtOnce, 4);
-            } else {
-#pragma unroll
-                for (u32 j = 0; j < kAhead; ++j) fours[j].load_lasts(c, tile.start + first + j * kAtOnce, 2);
-            }
+            for (u32 j = 0; j < kAhead; ++j) fours[j].load_lasts(c, tile.start + first + j * kAtOnce, c.last_bytes);
         } else {
 #pragma unroll
-            for (u32 j = 0; j < kAhead; ++j) fours[j].load_some(c, tile, first + j * kAtOnce);
+            for (u32 j = 0; j < kAhead; ++j) fours[j].load_some(c, tile, first + j * kAtOnce, c.square, c.last_bytes);
         }
         visit(fours, first);
     }
@@ -219,16 +247,20 @@ struct Lane {
     __device__ __forceinline__ bool has_tile() const { return threadIdx.x < (u32)group.num; }
     __device__ __forceinline__ bool is_noted() const { return num <= kMaxNotes; }
 
-    // visit(key, place) for every key that the tile noted, in order of places. lo: the bracket's.
+    // visit(key, place) for every key that the tile noted, in order of places.
     template <class Visit>
-    __device__ __forceinline__ void each_note(const Scratch& s, u32 lo, const Visit& visit) const {
+    __device__ __forceinline__ void each_note(const Select& c, const Scratch& s, const Search& search, const Visit& visit) const {
+        const i64 start = search.start + (t - search.first_tile) * kTileElems;
         const uint4* const row = (const uint4*)(s.notes + t * kMaxNotes);
         for (u32 i = 0; i < num; i += 4) {
             const uint4 four = row[i / 4];
             const u32 notes[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
             for (u32 j = 0; j < 4; ++j)
-                if (i + j < num) visit(((notes[j] >> kLowBits & (kBracket - 1)) + lo) << kLowBits | (notes[j] & kLowMask), notes[j] >> 23);
+                if (i + j < num) {
+                    const u32 place = notes[j] >> kNoteBits;
+                    visit(search.coarse ? any_key_at(c, start + place) : search.lowest() + (notes[j] & kNoteMask), place);
+                }
         }
     }
     // work(tile, its lane), as a warp, for each of the warp's tiles that could not note all its keys.
@@ -241,21 +273,13 @@ struct Lane {
     }
 };
 
-// Which scores lie below or above a search's bracket so clearly that an approximation of them says so. By whether it is overdue.
-struct Limits {
-    float below, above, overdue_below, overdue_above;
-
-    __device__ __forceinline__ explicit Limits(const Search& search) {
-        constexpr float kSlack = 1e-4f, kSmallest = 1e-30f, kLargest = 3e38f, kAll = -1.0f;
-        const u32 overdue = 1u << (31 - kLowBits), end = search.hi + 1;
-        const float lo = with_bits((search.lo & (overdue - 1)) << kLowBits), hi = with_bits((end & (overdue - 1)) << kLowBits);
-        const float low = lo < kSmallest ? 0.0f : (lo > kLargest ? kLargest : lo) * (1.0f - kSlack);
-        const float high = (hi < kSmallest ? kSmallest : hi) * (1.0f + kSlack);         // NaN: none is clear
-        const float none = with_bits(0x7F800000u);
-        below = search.lo < overdue ? low : none, overdue_below = search.lo < overdue ? 0.0f : low;
-        above = end < overdue ? high : none, overdue_above = end <= overdue ? kAll : end < 2 * overdue ? high : none;
-    }
-};
+// Approximate keys outside of these need no second look.
+constexpr u32 kSlack = 64;
+__device__ __forceinline__ u32 first_in_doubt(const Search& search) { return search.lowest() < kSlack ? 0 : search.lowest() - kSlack; }
+__device__ __forceinline__ u32 last_in_doubt(const Search& search) {
+    const u32 last = (search.hi << kLowBits) + ((1u << kLowBits) - 1);
+    return last > ~0u - kSlack ? ~0u : last + kSlack;
+}
 
 __device__ __forceinline__ bool in_bracket(const Search& search, u32 key) {
     return key >> kLowBits >= search.lo && key >> kLowBits <= search.hi;
@@ -263,32 +287,59 @@ __device__ __forceinline__ bool in_bracket(const Search& search, u32 key) {
 
 __device__ __forceinline__ u32* histogram_of(const Scratch& s, i64 search) { return s.histograms + search * digit_size(0); }
 
+// How many tiles the searches have that have to be done again.
+__device__ __forceinline__ i64 tiles_again(const Scratch& s, u32* shared) {
+    i64 sum = 0;
+    for (i64 first = 0; first < s.num_searches; first += kSelectThreads) {
+        const i64 number = first + threadIdx.x;
+        u32 total;
+        scan_cta(number < s.num_searches && s.searches[number].again ? (u32)s.searches[number].num_tiles : 0, shared, total);
+        sum += total;
+    }
+    return sum;
+}
+
 // Runs work(first tile, end, search) over this CTA's share of all tiles, search after search, and adds the CTA's histogram of 8,192 counts
-// to the search's; the CTA that is the last at a search calls finish(search, its histogram). Searches for which skip(search) holds are left
-// out.
-template <class Skip, class Work, class Finish>
-__device__ __forceinline__ void over_tiles(const Scratch& s, u32* histogram, const Skip& skip, const Work& work, const Finish& finish) {
-    __shared__ u32 flag;
-    i64 t = s.num_tiles * blockIdx.x / gridDim.x;
-    const i64 end = s.num_tiles * (blockIdx.x + 1) / gridDim.x;
-    bool is_clear = false;
-    for (int number = t < end ? s.search_of_tile[t] : 0; t < end; ++number) {
-        const Search search = s.searches[number];
-        const i64 last = (i64)search.first_tile + search.num_tiles, stop = last < end ? last : end;
-        if (!skip(search)) {
-            for (u32 d = threadIdx.x; d < digit_size(0) && !is_clear; d += kSelectThreads) histogram[d] = 0;
-            is_clear = true;
+// to the search's; the CTA that is the last at a search calls finish(search, its histogram). again: only searches that have to be done
+// again, whose tiles are dealt out among all CTAs anew; nobody changes `again` meanwhile.
+template <class Work, class Finish>
+__device__ __forceinline__ void over_tiles(const Scratch& s, u32* histogram, bool again, const Work& work, const Finish& finish) {
+    constexpr u32 kParts = 64;
+    __shared__ u32 shared[kSelectWarps], numbers[kParts], firsts[kParts], stops[kParts], num_parts, flag;
+    const i64 all = again ? tiles_again(s, shared) : s.num_tiles;
+    const i64 begin = all * blockIdx.x / gridDim.x, end = all * (blockIdx.x + 1) / gridDim.x;
+    if (begin == end) return;
+    for (u32 d = threadIdx.x; d < digit_size(0); d += kSelectThreads) histogram[d] = 0;
+    i64 before = 0;                                     // tiles of searches that are looked at
+    for (i64 first = again ? 0 : s.search_of_tile[begin]; first < s.num_searches && before < end; first += kParts) {
+        const i64 number = first + threadIdx.x;
+        const bool is_one = threadIdx.x < kParts && number < s.num_searches && (!again || s.searches[number].again);
+        const u32 first_tile = is_one ? (u32)s.searches[number].first_tile : 0, num = is_one ? (u32)s.searches[number].num_tiles : 0;
+        u32 total;
+        i64 own = before + scan_cta(num, shared, total);
+        if (!again) own = is_one ? first_tile : 0, total = 0;
+        before += total;
+        if (threadIdx.x == 0) num_parts = 0;
+        __syncthreads();
+        const i64 from = own < begin ? begin : own, to = own + num < end ? own + num : end;
+        if (from < to) {
+            const u32 i = atomicAdd(&num_parts, 1u);
+            numbers[i] = (u32)number, firsts[i] = first_tile + (u32)(from - own), stops[i] = first_tile + (u32)(to - own);
+        }
+        __syncthreads();
+        const u32 parts = num_parts;
+        for (u32 i = 0; i < parts; ++i) {
+            const u32 search = numbers[i], t = firsts[i], stop = stops[i];
+            work((i64)t, (i64)stop, s.searches[search]);
             __syncthreads();
-            work(t, stop, search);
-            __syncthreads();
-            u32* const target = histogram_of(s, number);
+            u32* const target = histogram_of(s, search);
             for (u32 d = threadIdx.x; d < digit_size(0); d += kSelectThreads) {
                 const u32 count = histogram[d];
                 if (count) atomicAdd(&target[d], count), histogram[d] = 0;
             }
-            if (is_last(s.searches[number], (u32)(stop - t), &flag)) finish(s.searches[number], target);
+            if (is_last(s.searches[search], stop - t, &flag)) finish(s.searches[search], target);
         }
-        t = stop;
+        if (!again && (parts < kParts || first + kParts >= s.num_searches)) return;
     }
 }
 

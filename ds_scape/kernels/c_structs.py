@@ -49,7 +49,7 @@ class Scratch(ctypes.Structure):
     """Of select on a GPU (csrc/scape/select.cuh)."""
     _fields_ = [*((name, _PTR) for name in ("search_of_tile", "groups", "searches", "histograms", "notes", "num_notes", "num_equal",
                                             "equal_before")),
-                *((name, _I64) for name in ("num_tiles", "num_groups", "by_fours"))]
+                *((name, _I64) for name in ("num_tiles", "num_groups", "num_searches", "by_fours"))]
 
 
 def enter(residual, gradient, factor, index, values, first, square, own_start, beta2, starts=None) -> Enter:

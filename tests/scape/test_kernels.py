@@ -172,6 +172,15 @@ def test_select_of_a_segment_of_several_pieces(kernels, numel, counts):
         cases.check_select(kernels, cases.plain(numel, 1), torch.ones(numel), (Segment(3, numel - 5, count),), overdue=0.001, offset=4)
 
 
+@pytest.mark.parametrize("octaves", [20, 45, 90, 180, 250])
+def test_select_where_a_small_sample_leaves_many_octaves_open(kernels, octaves):
+    n, counts = 20_000, (520, 700, 9000)
+    segments = tuple(Segment(i * n, (i + 1) * n, count) for i, count in enumerate(counts))
+    exponents = octaves * (torch.rand(len(counts) * n, generator=cases.rng(octaves), dtype=torch.float64) - 0.5)
+    for i, x in enumerate((exponents, (exponents * 8).round() / 8)):            # without and with equal ones
+        cases.check_select(kernels, torch.exp2(x).float(), torch.ones(len(x)), segments, overdue=0.01 * i, seed=i, offset=4)
+
+
 @pytest.mark.parametrize("share", [None, 0.0, 0.05, 1.0])
 def test_ages_that_pass_with_a_residual(kernels, share):
     for i, n in enumerate(SIZES):

@@ -1,7 +1,9 @@
-"""``ds_zipccl report``: what is installed, built and compatible here, why not, and the settings that a ds_config.json means."""
+"""``ds_zipccl report``: what is installed, built and compatible here, why not, the settings that a ds_config.json means, and what the
+collectives of a run did, from its log."""
 import importlib.metadata
 import json
 import platform
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -17,12 +19,15 @@ from zipscape.errors import ConfigError, describe
 from zipscape.machine import write_json
 from zipscape.op_builder import zipccl
 
-HELP = "versions, what is built, what is compatible and why not, the effective settings"
+HELP = "versions, what is built, what is compatible and why not, the effective settings, what a run's log says"
 TESTED = {"deepspeed": ("0.19.8",), "torch": ("2.11", "2.13")}
+
+_SUMMED = ("calls_zipped", "calls_native", "raw_bytes", "wire_bytes", "overflows")
 
 
 def add_arguments(parser) -> None:
     parser.add_argument("--config", metavar="FILE", help="a ds_config.json: show what its zipccl section means")
+    parser.add_argument("--log", metavar="FILE", help='a run\'s "log": show what its collectives sent and what the switch decided')
     parser.add_argument("--json", metavar="FILE", help="also write the report here")
 
 
@@ -67,7 +72,26 @@ def _settings(path: str | None) -> dict | None:
     return None if section is None else ZipcclConfig.from_section(section).model_dump()
 
 
-def collect(config_path: str | None = None) -> dict:
+def _run_of(path: str | None) -> dict | None:
+    """{"steps", "ops": {op: counters of all steps}, "switch": the last step's decisions} of a step log."""
+    if path is None:
+        return None
+    ops, row, steps = {}, {}, 0
+    try:
+        for line in Path(path).read_text().splitlines():
+            row, steps = json.loads(line), steps + 1
+            for op, counters in row["ops"].items():
+                total = ops.setdefault(op, dict.fromkeys(_SUMMED, 0) | {"native_reasons": Counter()})
+                for key in _SUMMED:
+                    total[key] += counters[key]
+                total["native_reasons"].update(counters["native_reasons"])
+        return {"steps": steps, "ops": ops, "switch": row.get("switch", {})}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(describe("cannot read the log of a run", got=f"{type(error).__name__}: {error}", where=path,
+                                   expected="a line of JSON per step, as the zipccl section's log has them")) from None
+
+
+def collect(config_path: str | None = None, log_path: str | None = None) -> dict:
     """The report as plain data."""
     settings = _settings(config_path)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -81,11 +105,12 @@ def collect(config_path: str | None = None) -> dict:
                     "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]},
         "activation": _activation(),
         "settings": settings,
+        "run": _run_of(log_path),
     }
 
 
 def run(args) -> int:
-    data = collect(args.config)
+    data = collect(args.config, args.log)
     console = Console()
     table = Table("component", "version", "compatible", "note", title="ds_zipccl report", title_justify="left")
     for row in data["rows"]:
@@ -106,7 +131,22 @@ def run(args) -> int:
         console.print(f"{args.config}: " + ("no zipccl section: collectives stay native" if settings is None else ""))
         for key, value in (settings or {}).items():
             console.print(f"  {key} = {json.dumps(value)}")
+    if args.log:
+        _print_run(console, args.log, data["run"])
     if args.json:
         write_json(args.json, data, command="ds_zipccl report")
         console.print(f"written to {args.json}")
     return 0
+
+
+def _print_run(console: Console, path: str, run: dict) -> None:
+    table = Table("collective", "zipped", "native", "raw bytes", "wire bytes", "ratio", "overflows", "native because",
+                  title=f"{path}: {run['steps']} steps", title_justify="left")
+    for op, row in run["ops"].items():
+        table.add_row(op, *(str(row[key]) for key in ("calls_zipped", "calls_native", "raw_bytes", "wire_bytes")),
+                      f"{row['raw_bytes'] / row['wire_bytes']:.3f}" if row["wire_bytes"] else "-", str(row["overflows"]),
+                      ", ".join(f"{reason} ({count})" for reason, count in row["native_reasons"].items()))
+    console.print(table)
+    for group, decisions in run["switch"].items():
+        for calls, num_bytes in decisions.items():
+            console.print(f"  switch, group {group}: {calls} " + ("never" if num_bytes is None else f"from {num_bytes} bytes on"))

@@ -7,6 +7,7 @@ import torch
 from ds_zipccl.cli import report as cli_report
 from ds_zipccl.cli.main import main
 from ds_zipccl.kernels import loader
+from ds_zipccl.stats import Stats, StepLog
 
 
 def report(tmp_path, *arguments) -> dict:
@@ -39,6 +40,31 @@ def test_settings_of_a_configuration(tmp_path, capsys):
     config.write_text("{}")
     assert report(tmp_path, "--config", str(config))["settings"] is None
     assert "no zipccl section" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_a_run_did(tmp_path, capsys):
+    """Of a log as ``StepLog`` writes it: sums over the steps, the decisions of the last."""
+    stats, file = Stats(), tmp_path / "log.jsonl"
+    decisions = {}
+    stats.sections["switch"] = lambda: ({}, {"0": dict(decisions)})
+    log = StepLog(str(file), stats)
+    for step in range(3):
+        stats.zipped("all_gather_into_tensor", 1000 + step, 700)
+        if step:
+            stats.native("broadcast", "dtype", 50)
+            stats.overflow("all_gather_into_tensor", 1000)
+        decisions.update({"all_gather_into_tensor bfloat16": 1 << 20 << step, "broadcast bfloat16": None})
+        log.write()
+    log.close()
+    run = report(tmp_path, "--log", str(file))["run"]
+    gather = {"calls_zipped": 3, "calls_native": 0, "raw_bytes": 3003, "wire_bytes": 4100, "overflows": 2, "native_reasons": {}}
+    assert run["steps"] == 3 and run["ops"]["all_gather_into_tensor"] == gather
+    assert run["ops"]["broadcast"]["native_reasons"] == {"dtype": 2} and run["ops"]["broadcast"]["raw_bytes"] == 100
+    assert run["switch"] == {"0": {"all_gather_into_tensor bfloat16": 4 << 20, "broadcast bfloat16": None}}
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"all_gather_into_tensor bfloat16 from {4 << 20} bytes on" in printed and "broadcast bfloat16 never" in printed
+    file.write_text("[]\n")
+    assert main(["report", "--log", str(file)]) == 2 and "cannot read the log" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text, words", [

@@ -194,15 +194,15 @@ __device__ __forceinline__ StridedFrames strided_frames(const Call& c) { return 
 template <class F>
 __device__ __forceinline__ const u8* raw_block(const u8* frame, i64 block) { return frame + kHeaderBytes + block * (kBlockElems * F::kItem); }
 
-// This CTA's blocks of a row from their frame to `out_row`. Grid: groups of kWarps blocks.
+// kWarps blocks of a row, the group-th, from their frame to `out_row`.
 template <class L, u32 kWarps>
-__device__ __forceinline__ void decode_blocks_of(const Call& c, const u8* frame, u8* out_row) {
+__device__ __forceinline__ void decode_blocks_of(const Call& c, const u8* frame, u8* out_row, u32 group) {
     typedef typename L::Format F;
     constexpr u32 kRawBytes = kBlockElems * F::kItem;
     __shared__ __align__(16) u8 metas[L::kMetaOfTile ? 1 : kWarps][L::kMetaBytes];
     __shared__ __align__(16) u8 raws[kWarps][kRawBytes];
-    const u32 tile_index = blockIdx.x / (32 / kWarps), b = blockIdx.x % (32 / kWarps) * kWarps + warp_id();
-    u32 errors = blockIdx.x == 0 && warp_id() == 0 ? check_header(c, frame) : 0;
+    const u32 tile_index = group / (32 / kWarps), b = group % (32 / kWarps) * kWarps + warp_id();
+    u32 errors = group == 0 && warp_id() == 0 ? check_header(c, frame) : 0;
     if (c.g.num_tiles == 0) {
         if (errors) atomicOr(c.status, errors);
         return;
@@ -233,7 +233,7 @@ template <class L, u32 kWarps>
 __device__ __forceinline__ void decode_blocks(const Call& c) {
     begin_in_turn();
     const i64 row = row_of(c, blockIdx.y);
-    decode_blocks_of<L, kWarps>(c, strided_frames(c).frame(row), c.out + row * c.row_stride);
+    decode_blocks_of<L, kWarps>(c, strided_frames(c).frame(row), c.out + row * c.row_stride, blockIdx.x);
 }
 
 // ---- sums
@@ -276,16 +276,16 @@ __device__ __forceinline__ uint4 round_floats(const float* f) {
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Grid: groups of kWarps blocks. Row `skip` comes from x, the others from `frames`, added in row order. kTwo: two rows, whose sum
+// kWarps blocks, the group-th. Row `skip` comes from x, the others from `frames`, added in row order. kTwo: two rows, whose sum
 // needs no accumulator (a + b = b + a, also in bits, once NaNs are canonical).
 template <class L, u32 kWarps, u32 kRows, bool kTwo, class Frames>
-__device__ __forceinline__ void decode_reduce_blocks(const Call& c, const Frames& frames) {
+__device__ __forceinline__ void decode_reduce_blocks(const Call& c, const Frames& frames, u32 group) {
     typedef typename L::Format F;
     constexpr u32 kRawBytes = kBlockElems * F::kItem, kParts = F::kWords / 4, kFloats = 16 / F::kItem;
     __shared__ __align__(16) u8 metas[L::kMetaOfTile ? kRows : kWarps][L::kMetaBytes];
     __shared__ __align__(16) u8 raws[kWarps][kRawBytes];
     __shared__ __align__(16) u8 owns[kTwo ? kWarps : 1][kRawBytes];
-    const u32 tile_index = blockIdx.x / (32 / kWarps), b = blockIdx.x % (32 / kWarps) * kWarps + warp_id();
+    const u32 tile_index = group / (32 / kWarps), b = group % (32 / kWarps) * kWarps + warp_id();
     const Tile t = find_tile(c.g, tile_index);
     const i64 block = (i64)tile_index * 32 + b;
     const u32 present = present_of(present_elems(c.g, tile_index), b);
@@ -373,7 +373,7 @@ __device__ __forceinline__ void decode_reduce_blocks(const Call& c, const Frames
 template <class L, u32 kWarps, u32 kRows, bool kTwo>
 __device__ __forceinline__ void decode_reduce_blocks(const Call& c) {
     begin_in_turn();
-    decode_reduce_blocks<L, kWarps, kRows, kTwo>(c, strided_frames(c));
+    decode_reduce_blocks<L, kWarps, kRows, kTwo>(c, strided_frames(c), blockIdx.x);
 }
 
 }  // namespace zipscape

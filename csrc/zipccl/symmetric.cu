@@ -3,15 +3,13 @@
 // Launchers queue and return a cudaError_t; none waits. An Engine knows the ranks' symmetric memory and owns the streams beside the
 // caller's. One call queues a whole collective: the host's time is that of its launches. Numbers of messages and their places follow from
 // the calls that were made, so they are the same on every rank.
-#include "queue.h"
-#include "ring.h"
-#include "symmetric.cuh"
+#include "exchange.h"
 
 #include <new>
 
 using namespace zipscape;
 
-constexpr u32 kWarps = 4, kDecodeCtas = 16, kSumCtas = 5, kSum2Ctas = 10, kSumRows = 4;
+constexpr u32 kWarps = 4, kDecodeCtas = 16, kSumCtas = 5, kSum2Ctas = 10, kSumRows = 4, kCarryCtas = 8;
 constexpr u32 kAnnounceCtas = 16;                          // an announcement copies only where frames overflow
 #ifdef ZIPSCAPE_EMULATE
 constexpr u32 kCopyThreads = kMaxRanks;
@@ -25,114 +23,34 @@ constexpr u32 kOwnCtas = 32;                               // few: encode and de
 #define ZIPCCL_RECEIVERS(F, dtype)                                                                                              \
     ZIPCCL_RECEIVER(zipccl_receive_##dtype, kWarps, kDecodeCtas * 2 / F::kItem) { receive_blocks<DecodeLevel1<F>, kWarps>(r); } \
     ZIPCCL_RECEIVER(zipccl_sum2_##dtype, kWarps, kSum2Ctas * 2 / F::kItem) {                                                    \
-        decode_reduce_blocks<DecodeLevel1<F>, kWarps, 1, true>(r.call, PeerFrames{&r});                                         \
+        decode_reduce_blocks<DecodeLevel1<F>, kWarps, 1, true>(r.call, PeerFrames{&r}, blockIdx.x);                             \
     }                                                                                                                           \
     ZIPCCL_RECEIVER(zipccl_sum_##dtype, kWarps, kSumCtas) {                                                                     \
-        decode_reduce_blocks<DecodeLevel1<F>, kWarps, kSumRows, false>(r.call, PeerFrames{&r});                                 \
+        decode_reduce_blocks<DecodeLevel1<F>, kWarps, kSumRows, false>(r.call, PeerFrames{&r}, blockIdx.x);                     \
     }
 ZIPCCL_RECEIVERS(Bf16, bf16)
 ZIPCCL_RECEIVERS(Fp16, fp16)
 ZIPCCL_RECEIVERS(Fp32, fp32)
 
+#define ZIPCCL_CARRIER(name, F, ctas, rows, what)                                                                               \
+    extern "C" __global__ void __launch_bounds__(kCarryWarps * 32, (ctas) * 2 / F::kItem) name(const __grid_constant__ Carried m) { \
+        carry<DecodeLevel1<F>, rows, what>(m);                                                                                  \
+    }
+#define ZIPCCL_CARRIERS(F, dtype)                                              \
+    ZIPCCL_CARRIER(zipccl_carry_##dtype, F, kCarryCtas, 1, kGather)            \
+    ZIPCCL_CARRIER(zipccl_carry_sum2_##dtype, F, kCarryCtas, 1, kSumOfTwo)     \
+    ZIPCCL_CARRIER(zipccl_carry_sum_##dtype, F, kSumCtas, kSumRows, kSumOfMany)
+ZIPCCL_CARRIERS(Bf16, bf16)
+ZIPCCL_CARRIERS(Fp16, fp16)
+ZIPCCL_CARRIERS(Fp32, fp32)
+
 extern "C" __global__ void __launch_bounds__(kCopyThreads) zipccl_turn(const __grid_constant__ Turn t) { take_turn(t); }
 
-struct OwnCopy {
-    u8* to;
-    const u8* from;
-    i64 num_bytes;
-};
 extern "C" __global__ void __launch_bounds__(kCopyThreads) zipccl_copy_own(const __grid_constant__ OwnCopy c) {
     copy_bytes(c.to, c.from, c.num_bytes);
 }
 
-extern "C" {
-
-// symmetric_calls.py repeats all. Sizes in bytes; host memory, read before return.
-struct Part {
-    const void* geometry;                                  // as zipccl_cuda_encode takes it
-    i64 start, raw_bytes, frame_bytes;                     // of each row, from its byte `start` on
-    i64 slot_bytes, num_slots, frame_stride, num_frames;   // its region: slots for the peers' frames, then the frames for them, if made here
-    i64 as_it_is;                                          // not 0: it has no frame, and travels behind a header that says so
-};
-
-// Where a part is, if not everywhere `start` behind the call's: this rank's row, the same for all, and where rank r's comes, its own too.
-struct Place {
-    const u8* row;
-    u8* out;
-    i64 out_stride;
-};
-
-// A call. For rank r: the row at `rows` + r * row_stride goes there, its row comes to `out` + r * out_stride (strides may be 0), or into the
-// sum `out` in rank order with `own`, this rank's row (null: no sum). `num_lanes` > 0: frames are made here and moved by the copy engines,
-// on so many streams (1 or 2) in turns; 0: encode writes them to the peers. `made`: the parts' frames, null where there is none (or for all).
-// `places`: of the parts, instead of rows, out and the copy, which is then each part's (or null).
-struct Exchange {
-    const u8* rows;
-    i64 row_stride;
-    u8* out;
-    i64 out_stride;
-    const u8* own;
-    u8* copy_to;                                           // this rank's own part of a result; 0 bytes: none
-    const u8* copy_from;
-    i64 copy_bytes;
-    i64 num_lanes, num_parts;
-    const Part* parts;
-    const u8* const* made;
-    const Place* places;
-    void *status, *workspace;                              // for encode
-    cudaStream_t stream;
-};
-
-typedef int (*Encode)(const void* geometry, const void* x, i64 row_stride, void* frames, i64 frame_stride, i64 num_rows, i64 skip,
-                      void* status, void* workspace, cudaStream_t stream);
-}
-
 namespace {
-
-enum { kOwn = kNumLanes, kNumStreams };
-constexpr u32 kNumDone = 64;
-constexpr u32 kLead = 3;                   // messages sent before the first is received: on their way while one is encoded and one decoded
-constexpr i64 kManyMessages = 16;
-
-struct Message {
-    i64 number, offset;
-    const Part* part;
-    Turn announcement;
-};
-
-struct Engine {
-    Turn nothing;                                          // who is who; to be filled in
-    Encode encode;
-    Ring ring;
-    u32 *counters, *overflows;                             // [kNumLanes][kMaxRanks]
-    u32 num_pushes;
-    i64 needed, num_read, num_told;                        // must be read for all regions to be free; reception is queued; peers are told
-    std::deque<std::pair<cudaStream_t, i64>> claimed;      // by stream: what it has waited for
-    cudaStream_t streams[kNumStreams];
-    cudaEvent_t made, step, moved[kNumLanes], done[kNumDone];
-
-    Exchange x;                                            // the call that is being queued
-    u32 next;
-    bool has_place, is_moving[kNumLanes];
-    i64 before, num_calls;
-    Message place;
-    std::deque<Message> waiting;
-
-    u32 rank() const { return nothing.rank; }
-    u32 num_ranks() const { return nothing.num_ranks; }
-    u8* memory() const { return nothing.memory[nothing.rank]; }
-    // What rows of `stride` bytes for the ranks count from. Of two ranks only the other one has a place; else each, this one's left empty.
-    i64 row_0(i64 offset, i64 stride) const { return num_ranks() == 2 ? offset - (1 - rank()) * stride : offset; }
-    i64 own_row(i64 offset, i64 stride) const { return num_ranks() == 2 ? offset : offset + rank() * stride; }
-    // A call in one part is a chain on one stream, where it costs the least time of the host. Parts use all there is.
-    bool is_chain() const { return x.num_parts == 1; }
-    Place place_of(const Part* p) const {
-        return x.places ? x.places[p - x.parts] : Place{x.rows + p->start, x.out + p->start, x.out_stride};
-    }
-    bool has_frames(const Part* p) const { return x.num_lanes && !p->as_it_is && !(x.made && x.made[p - x.parts]); }
-    bool has_copies() const { return x.places || x.copy_bytes; }
-    u32 lane_of(i64 message) const { return is_chain() ? (u32)kChain : x.num_lanes > 1 ? (u32)(message % 2) : (u32)kPush0; }
-};
 
 int launch_turn(const Turn& t, cudaStream_t stream) {
     const u32 num_peers = t.num_ranks - 1;
@@ -156,22 +74,89 @@ int claim(Engine* e) {
     const i64 ahead = e->num_told - e->needed;
     *known = e->needed + (ahead >= kManyMessages ? ahead / 2 : 0);
     t.read = *known;
+    for (bool& lane : e->is_behind) lane = true;
     return launch_turn(t, e->x.stream);
 }
 
-// This rank's own row to its place: with the first part all of it, or each part's.
-int copy_own(Engine* e, const Part* p) {
-    OwnCopy c = {e->x.copy_to, e->x.copy_from, e->next ? 0 : e->x.copy_bytes};
-    if (e->x.places) {
+// This rank's own row to its place, this part of it.
+OwnCopy own_copy(const Engine* e, const Part* p) {
+    const Exchange& x = e->x;
+    OwnCopy c = {x.copy_to + p->start, x.copy_from + p->start, x.copy_bytes ? p->raw_bytes : 0};
+    if (x.places) {
         const Place at = e->place_of(p);
         c = {at.out + e->rank() * at.out_stride, at.row, p->raw_bytes};
     }
-    if (!c.num_bytes || c.to == c.from) return 0;
+    if (c.to == c.from) c.num_bytes = 0;
+    return c;
+}
+
+bool is_aligned_copy(const OwnCopy& c) { return ((size_t)c.to | (size_t)c.from) % 16 == 0; }
+
+// With the first part all of it, or each part's.
+int copy_own(Engine* e, const Part* p) {
+    OwnCopy c = own_copy(e, p);
+    if (!e->x.places && c.num_bytes) c.num_bytes = e->next ? 0 : e->x.copy_bytes;
+    if (!c.num_bytes) return 0;
     cudaStream_t stream = e->is_chain() ? e->x.stream : e->streams[kOwn];
-    if (((size_t)c.to | (size_t)c.from) % 16) return copy(c.to, c.from, c.num_bytes, stream);
+    if (!is_aligned_copy(c)) return copy(c.to, c.from, c.num_bytes, stream);
     const i64 needed = (c.num_bytes / 64 + kCopyThreads) / kCopyThreads;
     ZIPCCL_LAUNCH(zipccl_copy_own, dim3(needed < kOwnCtas ? (u32)needed : kOwnCtas), kCopyThreads, stream, c);
     return last_error();
+}
+
+// The call of the codec's for a part, on arrival.
+Call reception_of(const Engine* e, const Part* p, const Turn& t) {
+    const Exchange& x = e->x;
+    const Place at = e->place_of(p);
+    Call c = {};
+    memcpy(&c.g, p->geometry, sizeof c.g);
+    memcpy(c.header, (const u8*)p->geometry + sizeof c.g, sizeof c.header);
+    c.frames = (u8*)t.arrivals, c.frame_stride = t.arrival_stride;
+    c.x = x.own ? x.own + p->start : nullptr, c.out = at.out, c.row_stride = at.out_stride;
+    c.num_rows = e->num_ranks(), c.skip = e->rank(), c.status = t.errors;
+    return c;
+}
+
+int launch_carried(Engine* e, const Message& m, const Turn& t, i64 num_senders, i64 num_receivers, cudaStream_t stream) {
+    Carried c = {};
+    c.t = t, c.call = reception_of(e, m.part, t), c.own = m.own;
+    c.num_ended = e->counters + kNumLanes * kMaxRanks, c.tickets = c.num_ended + 1 + t.sent_lane;
+    const i64 num_peers = e->num_ranks() - 1, num_tiles = c.call.g.num_tiles;
+    const i64 pieces = (num_tiles + 1) * num_peers, groups = num_tiles * (32 / kCarryWarps) * (e->x.own ? 1 : num_peers);
+    if (num_senders > pieces) num_senders = pieces;
+    if (num_receivers > groups) num_receivers = groups;
+    c.num_senders = (u32)num_senders;
+    const dim3 grid((u32)(num_senders + num_receivers));
+#define ZIPCCL_CARRY(dtype)                                                                                        \
+    if (e->x.own && num_peers == 1) ZIPCCL_LAUNCH(zipccl_carry_sum2_##dtype, grid, kCarryWarps * 32, stream, c);  \
+    else if (e->x.own) ZIPCCL_LAUNCH(zipccl_carry_sum_##dtype, grid, kCarryWarps * 32, stream, c);                \
+    else ZIPCCL_LAUNCH(zipccl_carry_##dtype, grid, kCarryWarps * 32, stream, c);
+    if (c.call.g.dtype_code == Bf16::kCode) {
+        ZIPCCL_CARRY(bf16)
+    } else if (c.call.g.dtype_code == Fp16::kCode) {
+        ZIPCCL_CARRY(fp16)
+    } else {
+        ZIPCCL_CARRY(fp32)
+    }
+    return last_error();
+}
+
+// The rest of send where kernels carry. `queued`: something that its lane must wait for is on the caller's stream.
+int send_carried(Engine* e, bool queued) {
+    const Exchange& x = e->x;
+    Message& m = e->place;
+    const u32 lane = m.announcement.sent_lane;
+    m.own = own_copy(e, m.part);
+    if (m.own.num_bytes && !is_aligned_copy(m.own)) {
+        ZIPCCL_TRY(copy(m.own.to, m.own.from, m.own.num_bytes, x.stream));
+        m.own.num_bytes = 0, queued = true;
+    }
+    if (queued || e->is_behind[lane]) {
+        ZIPCCL_TRY(after(x.stream, e->made, e->streams[lane]));
+        if (!e->is_chain()) ZIPCCL_TRY(wait_for(e->streams[kChain], e->made));         // no receiver is in the way of encode
+    }
+    e->is_moving[lane] = true, e->is_behind[lane] = false;
+    return e->is_chain() && kFuses ? 0 : launch_carried(e, m, m.announcement, x.num_senders, 0, e->streams[lane]);
 }
 
 // Queues a message to all peers: encode on the caller's stream, copies and what tells of them on its lane's.
@@ -184,6 +169,7 @@ int send(Engine* e) {
     const u32 lane = e->lane_of(m.number), num_ranks = e->num_ranks();
     cudaStream_t stream = e->streams[lane];
     ZIPCCL_TRY(claim(e));
+    bool queued = false;
     Turn& t = m.announcement = e->nothing;
     t.sent = m.number, t.sent_lane = lane, t.counters = e->counters + lane * kMaxRanks;
     t.overflows = e->overflows + lane * kMaxRanks;
@@ -199,7 +185,9 @@ int send(Engine* e) {
     } else if (e->has_frames(&p)) {
         ZIPCCL_TRY(e->encode(p.geometry, t.rows, x.row_stride, (u8*)t.frames, t.frame_stride, same ? 1 : num_ranks, same ? -1 : (i64)e->rank(),
                              x.status, x.workspace, x.stream));
+        queued = true;
     }
+    if (e->is_carried) return send_carried(e, queued);
     ZIPCCL_TRY(after(x.stream, e->made, stream));
     e->is_moving[lane] = true;
     for (u32 i = 1; x.num_lanes && i < num_ranks; i++) {
@@ -219,19 +207,19 @@ int receive(Engine* e) {
     e->waiting.pop_front();
     const Part& p = *m.part;
     cudaStream_t stream = e->streams[kChain];
-    Turn t = e->is_chain() && kFuses ? m.announcement : e->nothing;
-    t.done = e->num_read, t.wanted = m.number, t.wanted_lane = e->lane_of(m.number);
-    e->num_told = e->num_read, e->num_read = m.number;
+    const bool sends_too = e->is_chain() && kFuses;
+    Turn t = sends_too ? m.announcement : e->nothing;
+    t.wanted = m.number, t.wanted_lane = e->lane_of(m.number);
     t.arrivals = e->memory() + e->row_0(m.offset, p.slot_bytes), t.arrival_stride = p.slot_bytes;
+    if (e->is_carried) {                                   // its receivers tell themselves
+        e->num_told = e->num_read = m.number;
+        return launch_carried(e, m, t, sends_too ? x.num_senders : 0, x.num_receivers, stream);
+    }
+    t.done = e->num_read;
+    e->num_told = e->num_read, e->num_read = m.number;
     ZIPCCL_TRY(launch_turn(t, stream));
     Reception r = {};
-    Call& c = r.call;
-    memcpy(&c.g, p.geometry, sizeof c.g);
-    memcpy(c.header, (const u8*)p.geometry + sizeof c.g, sizeof c.header);
-    c.frames = (u8*)t.arrivals, c.frame_stride = t.arrival_stride;
-    const Place at = e->place_of(&p);
-    c.x = x.own ? x.own + p.start : nullptr, c.out = at.out, c.row_stride = at.out_stride;
-    c.num_rows = e->num_ranks(), c.skip = e->rank(), c.status = t.errors;
+    const Call& c = r.call = reception_of(e, &p, t);
     r.raw = t.raw;
     const u32 num_groups = (u32)c.g.num_tiles * (32 / kWarps), num_peers = e->num_ranks() - 1;
 #define ZIPCCL_RECEIVE(dtype)                                                                                           \
@@ -253,19 +241,23 @@ int end(Engine* e) {
     cudaStream_t stream = e->streams[kChain];
     Turn t = e->nothing;
     t.done = e->num_told = e->num_read;
-    ZIPCCL_TRY(launch_turn(t, stream));
+    if (!e->is_carried) ZIPCCL_TRY(launch_turn(t, stream));
     for (u32 lane = 0; lane < kChain; lane++)
         if (e->is_moving[lane]) ZIPCCL_TRY(after(e->streams[lane], e->moved[lane], stream));
-    if (e->has_copies()) ZIPCCL_TRY(after(e->is_chain() ? e->x.stream : e->streams[kOwn], e->step, stream));
+    if (e->has_copies() && !e->is_carried) ZIPCCL_TRY(after(e->is_chain() ? e->x.stream : e->streams[kOwn], e->step, stream));
     return record(e->done[++e->num_calls % kNumDone], stream);
 }
 
 int start(Engine* e, const Exchange* x) {
     e->x = *x, e->next = 0, e->has_place = false;
     memset(e->is_moving, 0, sizeof e->is_moving);
+    memset(e->is_behind, 1, sizeof e->is_behind);
+    e->is_carried = x->num_senders > 0;
+    for (i64 i = 0; i < x->num_parts; i++)
+        e->is_carried = e->is_carried && ((const ZipcclGeometry*)x->parts[i].geometry)->num_tiles <= kMaxTiles;
     if (e->is_chain()) return 0;                           // its stream waits once the frames are made
     ZIPCCL_TRY(record(e->step, x->stream));
-    if (e->has_copies()) ZIPCCL_TRY(wait_for(e->streams[kOwn], e->step));
+    if (e->has_copies() && !e->is_carried) ZIPCCL_TRY(wait_for(e->streams[kOwn], e->step));
     return wait_for(e->streams[kChain], e->step);
 }
 
@@ -285,10 +277,10 @@ int step(Engine* e, bool* more) {
         e->ring.take(m.part->num_slots * m.part->slot_bytes + frames, m.number, m.offset, e->before);
         e->has_place = true;
     }
-    if (!e->waiting.empty() && (e->waiting.size() >= kLead || e->before > e->num_told)) return receive(e);
+    if (!e->waiting.empty() && (e->waiting.size() >= (e->is_carried ? 1 : kLead) || e->before > e->num_told)) return receive(e);
     if (e->before > e->needed) e->needed = e->before;
     ZIPCCL_TRY(send(e));
-    ZIPCCL_TRY(copy_own(e, m.part));
+    if (!e->is_carried) ZIPCCL_TRY(copy_own(e, m.part));
     e->waiting.push_back(m);
     e->next++, e->has_place = false;
     return 0;
@@ -299,9 +291,9 @@ int step(Engine* e, bool* more) {
 extern "C" {
 
 // Bytes at the start of a rank's symmetric memory that hold its words, zeroed before peers learn of the memory.
-i64 zipccl_symmetric_words_bytes() { return kWordsBytes; }
+i64 zipccl_symmetric_words_bytes() { return kWordsBytes + kPiecesBytes; }
 // Bytes of scratch, and of host memory that kernels count overflowed frames in, a u32 for each lane and peer; both zeroed.
-i64 zipccl_symmetric_scratch_bytes() { return (1 + kNumLanes) * kMaxRanks * sizeof(u32); }
+i64 zipccl_symmetric_scratch_bytes() { return ((1 + kNumLanes) * kMaxRanks + 1 + kNumLanes) * sizeof(u32); }
 i64 zipccl_symmetric_overflows_bytes() { return kNumLanes * kMaxRanks * sizeof(u32); }
 i64 zipccl_symmetric_max_ranks() { return kMaxRanks; }
 
@@ -316,7 +308,7 @@ int zipccl_symmetric_open(i64 rank, i64 num_ranks, void* const* memory, i64 num_
     memcpy(t.memory, memory, num_ranks * sizeof *memory);
     t.raw = (u32*)scratch, t.errors = (u32*)errors;
     e->counters = t.raw + kMaxRanks, e->overflows = (u32*)overflows, e->encode = encode;
-    e->ring.first = kWordsBytes, e->ring.room = (num_bytes - kWordsBytes) / kRegionAlign * kRegionAlign;
+    e->ring.first = zipccl_symmetric_words_bytes(), e->ring.room = (num_bytes - e->ring.first) / kRegionAlign * kRegionAlign;
     for (u32 i = 0; i < kNumStreams; i++) ZIPCCL_TRY(make(e->streams + i, i != kOwn));
     ZIPCCL_TRY(make(&e->made));
     ZIPCCL_TRY(make(&e->step));
@@ -357,6 +349,10 @@ i64 zipccl_symmetric_claimed(void* engine, cudaStream_t stream) {
         if (entry.first == stream) return entry.second;
     return 0;
 }
+
+#ifdef ZIPSCAPE_EMULATE
+i64 zipccl_symmetric_num_queued() { return num_queued; }
+#endif
 
 // `stream` waits for the end of call `call`, counted from 1 (of an earlier one: at least).
 int zipccl_symmetric_join(void* engine, i64 call, cudaStream_t stream) {

@@ -32,6 +32,7 @@ __device__ __forceinline__ u64 now_ns() {
     return time += 1000;
 }
 __device__ __forceinline__ void give_up() {}
+__device__ __forceinline__ void pause() {}
 #else
 __device__ __forceinline__ u32 load_acquire(const u32* p) {
     u32 value;
@@ -53,6 +54,7 @@ __device__ __forceinline__ u64 now_ns() {
     return time;
 }
 __device__ __forceinline__ void give_up() { __trap(); }
+__device__ __forceinline__ void pause() { __nanosleep(20); }
 #endif
 
 // ---- telling and waiting
@@ -92,17 +94,19 @@ struct Turn {
 __device__ __forceinline__ void wait_until(const Turn& t, const u64* word, u64 message) {
     const u64 start = now_ns();
     while (load_acquire(word) < message) {
-        if (now_ns() - start < t.timeout_ns) continue;
+        if (now_ns() - start < t.timeout_ns) {
+            pause();
+            continue;
+        }
         atomicOr(t.errors, kPeerTimeout);
         give_up();
         return;
     }
 }
 
-// 16 bytes at a time where both are aligned: whole numbers of elements, of at least two bytes.
-__device__ __forceinline__ void copy_bytes(u8* to, const u8* from, i64 num_bytes) {
+// 16 bytes at a time where both are aligned: whole numbers of elements, of at least two bytes. Thread `first` of `step`.
+__device__ __forceinline__ void copy_bytes(u8* to, const u8* from, i64 num_bytes, i64 first, i64 step) {
     constexpr u32 kAhead = 4;
-    const i64 first = (i64)blockIdx.x * blockDim.x + threadIdx.x, step = (i64)gridDim.x * blockDim.x;
     const i64 wide = is_aligned(from, 16) && is_aligned(to, 16) ? num_bytes / 16 : 0;
     for (i64 i = first; i < wide; i += kAhead * step) {
         uint4 v[kAhead];
@@ -114,6 +118,10 @@ __device__ __forceinline__ void copy_bytes(u8* to, const u8* from, i64 num_bytes
             if (i + k * step < wide) ((uint4*)to)[i + k * step] = v[k];
     }
     for (i64 i = wide * 8 + first; i < num_bytes / 2; i += step) ((u16*)to)[i] = ((const u16*)from)[i];
+}
+
+__device__ __forceinline__ void copy_bytes(u8* to, const u8* from, i64 num_bytes) {            // the x CTAs of the grid
+    copy_bytes(to, from, num_bytes, (i64)blockIdx.x * blockDim.x + threadIdx.x, (i64)gridDim.x * blockDim.x);
 }
 
 __device__ __forceinline__ void announce(const Turn& t) {
@@ -166,20 +174,16 @@ struct PeerFrames {
     __device__ __forceinline__ bool is_raw(i64 row) const { return r->raw[row] != 0; }
 };
 
-// Grid: (groups of kWarps blocks, rows without the skipped one).
+// kWarps blocks of a row, the group-th: decoded to `out_row`, or as they are.
 template <class L, u32 kWarps>
-__device__ __forceinline__ void receive_blocks(const Reception& r) {
+__device__ __forceinline__ void receive_group(const Call& c, const u8* frame, bool is_raw, u8* out_row, u32 group) {
     typedef typename L::Format F;
     constexpr u32 kRawBytes = kBlockElems * F::kItem;
-    const Call& c = r.call;
-    const i64 row = row_of(c, blockIdx.y);
-    const u8* frame = PeerFrames{&r}.frame(row);
-    u8* out_row = c.out + row * c.row_stride;
-    if (!r.raw[row]) {
-        decode_blocks_of<L, kWarps>(c, frame, out_row);
+    if (!is_raw) {
+        decode_blocks_of<L, kWarps>(c, frame, out_row, group);
         return;
     }
-    const i64 block = (i64)blockIdx.x * kWarps + warp_id();
+    const i64 block = (i64)group * kWarps + warp_id();
     const u32 present = present_of(present_elems(c.g, (u32)(block / 32)), block % 32);
     u8* out = out_row + block * kRawBytes;
     const bool wide = present == kBlockElems && is_aligned(out, 16);
@@ -187,6 +191,14 @@ __device__ __forceinline__ void receive_blocks(const Reception& r) {
 #pragma unroll
         for (u32 i = 0; i < F::kWords / 4; i++)            // the slot has room for whole blocks
             store_part<F>(out, present, wide, i, *(const uint4*)(raw_block<F>(frame, block) + part_offset<F>(i)));
+}
+
+// Grid: (groups of kWarps blocks, rows without the skipped one).
+template <class L, u32 kWarps>
+__device__ __forceinline__ void receive_blocks(const Reception& r) {
+    const Call& c = r.call;
+    const i64 row = row_of(c, blockIdx.y);
+    receive_group<L, kWarps>(c, PeerFrames{&r}.frame(row), r.raw[row] != 0, c.out + row * c.row_stride, blockIdx.x);
 }
 
 }  // namespace zipscape

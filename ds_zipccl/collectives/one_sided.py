@@ -17,7 +17,7 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.stats import Stats
 
 log = logging.getLogger("ds_zipccl")
-WORDS_BYTES = 1 << 16       # of the memory, at most, are not for messages
+WORDS_BYTES = 1 << 21       # of the memory, at most, are not for messages
 _COUNT = itertools.count()          # torch knows memory by names that are used once in a process
 #: Why a call that could go one-sided goes over its process group, beside symmetric.why_not's reasons.
 REASONS = {

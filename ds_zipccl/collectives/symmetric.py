@@ -8,145 +8,28 @@ queues a whole call at once (csrc/zipccl/symmetric.cu).
 import ctypes
 import functools
 import os
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from ds_zipccl.codec.dtypes import BY_TORCH
-from ds_zipccl.codec.format import BLOCK_ELEMS, DEFAULT_SPILL_PER_TILE, HEADER_BYTES, TILE_ELEMS, layout
+from ds_zipccl.codec.format import DEFAULT_SPILL_PER_TILE
 from ds_zipccl.collectives import streams
-from ds_zipccl.kernels.cuda_calls import packed_geometry, workspace_words
+from ds_zipccl.collectives.symmetric_plan import FIRST_PART_BYTES, LAST_PART_BYTES, Plan, Row, in_turn, plan, plan_of_rows
 from ds_zipccl.kernels.geometry import Geometry
-from ds_zipccl.kernels.symmetric_calls import Exchange, Part, Place
+from ds_zipccl.kernels.symmetric_calls import Exchange, Place
 from zipscape.errors import ZipScapeError
 
-ALIGN_BYTES = 128
 NUM_LANES = 2               # streams on which copy engines take turns: one begins while another ends
-NUM_IN_RING = 8             # messages of a call that have room: some on their way here, and peers may be as far behind
-FIRST_PART_BYTES, LAST_PART_BYTES = 8 << 20, 64 << 20      # raw bytes of a row in the smallest and largest parts of a large call
-MAX_STORED_BYTES = 16 << 20                                # of a row that encode writes to the one peer, rather than copy engines
+MAX_STORED_BYTES = 32 << 20                                # of a row that encode writes to the one peer, rather than copy engines
+MAX_CARRIED_BYTES = int(os.environ.get("ZIPCCL_CARRIED_BYTES", 0))         # of rows that kernels carry: not yet seen to win
+NUM_SENDERS, RECEIVERS_PER_MULTIPROCESSOR = 128, 2         # CTAs of a kernel that carries: enough for the links
 MAX_RANKS = 64              # of a group: its words have room for no more (kMaxRanks)
 MAX_KEPT = 32               # calls at most whose tensors are kept until they are done: beyond, the oldest is joined
-
-
-def align(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def slot_bytes(g: Geometry) -> int:
-    """Room for a frame, or for the raw row in whole blocks behind a header."""
-    return align(max(g.frame_bytes, HEADER_BYTES + -(-g.numel // BLOCK_ELEMS) * BLOCK_ELEMS * g.itemsize))
-
-
-def part_sizes(num_tiles: int, first: int, largest: int) -> list[int]:
-    """Cuts a row, all in tiles. Nothing is on the links while the first part is encoded and the last one decoded, so both are small; each
-    part costs the host launches, so those between are twice as large, and so on up to ``largest``."""
-    ends, size, left = [], first, num_tiles
-    while left >= 4 * size and size < largest:
-        ends.append(size)
-        size, left = 2 * size, left - 2 * size
-    middle = -(-left // -(-left // largest))
-    return [*ends, *(min(middle, left - at) for at in range(0, left, middle)), *reversed(ends)]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The parts of a row: ``starts`` and ``geometries`` in elements, ``parts`` for C. ``words``: encode's workspace. ``sent_bytes``: to
-    each peer."""
-    starts: tuple[int, ...]
-    geometries: tuple[Geometry, ...]
-    parts: ctypes.Array
-    words: int
-    sent_bytes: int
-    keep: tuple
-
-    @property
-    def num_parts(self) -> int:
-        return len(self.starts)
-
-
-class Row(NamedTuple):
-    """One of several tensors of a gather: this rank's ``data`` [n], and ``out`` [world_size, n], whose rows may lie apart. ``geometry``: of
-    its frame, in level 1. ``frame``: that of what ``data`` is now (uint8, aligned to 16 bytes), which may have overflowed; None: it is
-    made on the way. ``as_it_is``: the data travel without one."""
-    data: torch.Tensor
-    out: torch.Tensor
-    geometry: Geometry
-    frame: torch.Tensor | None = None
-    as_it_is: bool = False
-
-    @property
-    def kind(self) -> tuple[Geometry, bool, bool]:
-        """What all ranks must have alike, for ``plan_of_rows``."""
-        return self.geometry, self.frame is None and not self.as_it_is, self.as_it_is
-
-
-def _num_slots(world_size: int) -> int:
-    return 1 if world_size == 2 else world_size            # a rank's own among more is left empty: addresses are then plain strides
-
-
-def _part(packed: bytes, g: Geometry, start: int, num_slots: int, num_frames: int, as_it_is: bool = False) -> Part:
-    return Part(packed, start * g.itemsize, g.numel * g.itemsize, g.frame_bytes, slot_bytes(g), num_slots, align(g.frame_bytes), num_frames,
-                as_it_is)
-
-
-def _region_bytes(g: Geometry, num_slots: int, num_frames: int) -> int:
-    return num_slots * slot_bytes(g) + num_frames * align(g.frame_bytes)
-
-
-@functools.lru_cache(maxsize=1024)
-def plan(dtype: torch.dtype, row_numel: int, world_size: int, same_for_all: bool, spill_per_tile: int, room: int,
-         first_bytes: int = FIRST_PART_BYTES, largest_bytes: int = LAST_PART_BYTES) -> Plan | None:
-    """The parts of rows of ``row_numel`` elements; NUM_IN_RING of the largest fit in ``room`` bytes, None if not even a tile of each would.
-    ``same_for_all``: peers get the same frame (all-gather). A function of what all ranks know."""
-    row, tile_bytes = BY_TORCH[dtype], TILE_ELEMS * BY_TORCH[dtype].itemsize
-    num_slots = _num_slots(world_size)
-    num_frames = 1 if same_for_all else num_slots
-
-    def part(start: int, num_tiles: int) -> Geometry:
-        return layout(row, min(num_tiles * TILE_ELEMS, row_numel - start), spill_per_tile=spill_per_tile)
-
-    num_tiles = -(-row_numel // TILE_ELEMS)
-    largest = min(num_tiles, max(1, largest_bytes // tile_bytes))
-    while _region_bytes(part(0, largest), num_slots, num_frames) > room // NUM_IN_RING:
-        if largest == 1:
-            return None
-        largest //= 2
-    starts, geometries = [], []
-    for size in part_sizes(num_tiles, min(largest, max(1, first_bytes // tile_bytes)), largest):
-        starts.append(starts[-1] + geometries[-1].numel if starts else 0)
-        geometries.append(part(starts[-1], size))
-    keep = tuple(packed_geometry(g) for g in geometries)
-    parts = (Part * len(starts))(*(_part(packed, g, start, num_slots, num_frames)
-                                   for packed, start, g in zip(keep, starts, geometries, strict=True)))
-    return Plan(tuple(starts), tuple(geometries), parts, max(workspace_words(num_frames, g) for g in geometries),
-                sum(g.frame_bytes for g in geometries), keep)
-
-
-@functools.lru_cache(maxsize=1024)
-def plan_of_rows(kinds: tuple[tuple[Geometry, bool, bool], ...], world_size: int, room: int) -> Plan | None:
-    """Rows of these kinds (``Row.kind``), each a part; None: one is too large for the memory."""
-    num_slots = _num_slots(world_size)
-    if any(_region_bytes(g, num_slots, made) > room // NUM_IN_RING for g, made, _ in kinds):
-        return None
-    geometries = tuple(g for g, _, _ in kinds)
-    keep = tuple(packed_geometry(g) for g in geometries)
-    parts = (Part * len(kinds))(*(_part(packed, g, 0, num_slots, 1, as_it_is)
-                                  for packed, (g, _, as_it_is) in zip(keep, kinds, strict=True)))
-    return Plan((0,) * len(kinds), geometries, parts, max(workspace_words(1, g) if made else 0 for g, made, _ in kinds),
-                sum(g.numel * g.itemsize if as_it_is else g.frame_bytes for g, _, as_it_is in kinds), keep)
-
-
-def in_turn(sizes: list[int]) -> list[int]:
-    """Places of rows in a call: small ones first and last, as ``part_sizes`` has it."""
-    upwards = sorted(range(len(sizes)), key=sizes.__getitem__)
-    return [*upwards[::2], *upwards[1::2][::-1]]
+KEPT_UNASKED = 4            # who looks which are done calls CUDA: only once in so many
 
 
 class SymmetricWork(dist.Work):
@@ -185,7 +68,8 @@ class SymmetricTransport:
     """One group's. All ranks must make the same calls in the same order; tensors are flat, of one of the codec's dtypes. Calls return None
     on all ranks, and do nothing, where the memory has no room for a tile of each row.
 
-    Made by ``open_transport``. ``first_bytes``, ``largest_bytes``, ``stored_bytes``, ``num_lanes``: see the constants.
+    Made by ``open_transport``. ``first_bytes``, ``largest_bytes``, ``stored_bytes``, ``carried_bytes``, ``num_lanes``, ``num_senders``: see
+    the constants; ``num_receivers``: CTAs.
     """
 
     def __init__(self, engine, workspace, rank: int, device: torch.device, world_size: int, room: int, overflows: torch.Tensor, keep_alive):
@@ -197,7 +81,8 @@ class SymmetricTransport:
         self._num_calls, self._ended = 0, False
         self._kept: dict[int, tuple] = {}                   # tensors by call, of those that may not be done
         self.first_bytes, self.largest_bytes, self.stored_bytes = FIRST_PART_BYTES, LAST_PART_BYTES, MAX_STORED_BYTES
-        self.num_lanes, self.spill_per_tile = NUM_LANES, DEFAULT_SPILL_PER_TILE
+        self.num_lanes, self.spill_per_tile, self.carried_bytes = NUM_LANES, DEFAULT_SPILL_PER_TILE, MAX_CARRIED_BYTES
+        self.num_senders, self.num_receivers = NUM_SENDERS, RECEIVERS_PER_MULTIPROCESSOR * _num_multiprocessors(device)
 
     def plan(self, dtype: torch.dtype, row_numel: int, same_for_all: bool) -> Plan | None:
         """None: not even a tile of each row fits into the memory."""
@@ -219,21 +104,30 @@ class SymmetricTransport:
         stream = streams.current(self.device)
         if copy[0] == copy[1]:
             copy = (0, 0, 0)
-        is_stored = self.world_size == 2 and not places and cut.num_parts == 1 and cut.parts[0].raw_bytes <= self.stored_bytes
+        is_carried = cut.raw_bytes <= self.carried_bytes
+        is_stored = self.world_size == 2 and not is_carried and not places and cut.num_parts == 1 and cut.raw_bytes <= self.stored_bytes
         workspace = self._workspace(stream, cut.words) if cut.words else 0
         self._engine.run(Exchange(rows, row_stride, out, out_stride, own, *copy, 0 if is_stored else self.num_lanes, cut.num_parts,
-                                  cut.parts, made, places, self._status_at, workspace, stream))
+                                  cut.parts, made, places, self._status_at, workspace, stream,
+                                  self.num_senders if is_carried else 0, self.num_receivers))
         self._num_calls += 1
         call = self._num_calls
         self._kept[call] = tensors, others
-        for oldest in tuple(self._kept):
-            if len(self._kept) > MAX_KEPT:
-                self._engine.join(oldest, stream)
-                self._give_back(oldest)
-            elif not self._engine.is_done(oldest):
-                break
-            self._kept.pop(oldest, None)
+        if call % KEPT_UNASKED == 0:
+            self._drop_done(stream)
         return SymmetricWork(self, call, [tensors[0]], cut.sent_bytes * (self.world_size - 1))
+
+    def _drop_done(self, stream: int) -> None:
+        """Forgets what calls that are done used, and that of the oldest ones where too many are not: ``stream`` waits for those."""
+        calls = list(self._kept)[:-1]                       # they end in this order
+        last = next((call for call in (calls[-1], calls[len(calls) // 2], calls[0]) if self._engine.is_done(call)), 0) if calls else 0
+        if not last and len(calls) >= MAX_KEPT:
+            last = calls[len(calls) - MAX_KEPT]
+            self._engine.join(last, stream)
+            for call in range(calls[0], last + 1):
+                self._give_back(call)
+        for call in range(calls[0] if calls else 1, last + 1):
+            self._kept.pop(call, None)
 
     def all_gather(self, out: torch.Tensor, own: torch.Tensor) -> SymmetricWork | None:
         """``out`` [world_size * n] from every rank's ``own`` [n]; ``own`` may be its place in ``out``."""
@@ -311,6 +205,10 @@ class SymmetricTransport:
 
 
 _NEVER_FREED: list = []
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def why_not(records: list[dict]) -> str | None:

@@ -235,7 +235,7 @@ def case_what_must_be_zipped_goes_the_faster_way(rank, world_size):
 def case_large_shards_are_cut(rank, world_size):
     """Into ranges that fit, each with a frame."""
     kept = one_sided.memory_bytes
-    one_sided.memory_bytes = lambda config: (1 << 16) + 8 * ((world_size if world_size > 2 else 1) * 132_000 + 100_000)
+    one_sided.memory_bytes = lambda config: one_sided.WORDS_BYTES + 8 * ((world_size if world_size > 2 else 1) * 132_000 + 100_000)
     try:
         for transport, num_ranges in (("process_group", 1), ("symmetric_memory", 4)):
             world = World(world_size, (1,), transport=transport)

@@ -315,8 +315,9 @@ def test_who_waits_after_the_end_need_not():
 def test_memory_goes_back_when_somebody_waits(monkeypatch):
     """Not only when the GPU is done, which the host may be far ahead of; what frames are made from stays until then."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    done, joined = [], []
-    engine = SimpleNamespace(run=lambda exchange: None, is_done=lambda call: call in done, join=lambda call, stream: joined.append(call))
+    done, joined = [0], []
+    engine = SimpleNamespace(run=lambda exchange: None, is_done=lambda call: call <= done[-1],
+                             join=lambda call, stream: joined.append(call))
     transport = symmetric.SymmetricTransport(engine, lambda stream, words: 0, 0, torch.device("cpu"), 2, 1 << 24, torch.zeros(1), "memory")
 
     def gather():
@@ -330,10 +331,13 @@ def test_memory_goes_back_when_somebody_waits(monkeypatch):
     del work
     assert joined == [1] and alive(first) == [False, True, True]
     done.append(1)
-    second = gather()[1]
+    second, *_ = [gather()[1] for _ in range(symmetric.KEPT_UNASKED)]
     assert alive(first) == [False] * 3 and alive(second) == [True] * 3
     kept = [gather()[1] for _ in range(symmetric.MAX_KEPT)]
-    assert joined == [1, 2] and alive(second) == [False] * 3 and all(alive(refs) == [True] * 3 for refs in kept)
+    assert joined[1:] == [4] and alive(second) == [False] * 3 and all(alive(refs) == [True] * 3 for refs in kept)
+    done.append(22)                             # kept's are 6 to 37
+    kept += [gather()[1] for _ in range(2 * symmetric.KEPT_UNASKED)]
+    assert [alive(refs) for refs in kept] == [[False] * 3] * 17 + [[True] * 3] * (len(kept) - 17) and len(joined) == 2
 
 
 def test_who_only_joins_a_call_keeps_none_of_its_memory(monkeypatch):

@@ -9,7 +9,8 @@ import torch
 
 from ds_zipccl.codec.dtypes import TABLE
 from ds_zipccl.codec.format import TILE_ELEMS, layout
-from ds_zipccl.collectives.symmetric import MAX_RANKS, NUM_IN_RING, Row, SymmetricTransport, in_turn, part_sizes, plan, slot_bytes, why_not
+from ds_zipccl.collectives.symmetric import MAX_RANKS, SymmetricTransport, why_not
+from ds_zipccl.collectives.symmetric_plan import NUM_IN_RING, Row, in_turn, part_sizes, plan, slot_bytes
 from ds_zipccl.kernels.cuda_calls import CudaCalls
 from ds_zipccl.kernels.rank_order import sum_in_order
 from ds_zipccl.kernels.symmetric_calls import Exchange, SymmetricCalls
@@ -17,7 +18,10 @@ from tests.helpers.emulated import compile_for_host
 from zipscape.op_builder.zipccl import ZIPCCL_CUDA, ZIPCCL_SYMMETRIC
 
 BITS = {2: torch.int16, 4: torch.int32}
-LANES = pytest.mark.parametrize("num_lanes", [0, 1, 2], ids=["stored", "1_lane", "2_lanes"])
+CARRIED = 10                                               # and so many lanes: messages are carried by kernels
+LANES = pytest.mark.parametrize("num_lanes", [0, 1, 2, CARRIED + 1, CARRIED + 2],
+                                ids=["stored", "1_lane", "2_lanes", "carried", "carried_2_lanes"])
+NUM_SENDERS, NUM_RECEIVERS = 3, 5                          # CTAs: fewer than there are pieces
 FIRST, LARGEST = TILE_ELEMS * 2, 2 * TILE_ELEMS * 2        # parts of one and two tiles of BF16
 TIMEOUT_NS = 10_000_000                                    # of the emulated clock, which moves when it is read
 
@@ -55,8 +59,9 @@ class Ranks:
         return cut
 
     def exchange(self, cut, rows: int, row_stride: int, out: int, out_stride: int, own=0, copy=(0, 0, 0), made=None) -> Exchange:
-        return Exchange(rows, row_stride, out, out_stride, own, *copy, self.num_lanes, cut.num_parts, cut.parts, made, None,
-                        self.status.data_ptr(), self.workspace.data_ptr(), self.stream)
+        senders, receivers = (NUM_SENDERS, NUM_RECEIVERS) if self.num_lanes > CARRIED else (0, 0)
+        return Exchange(rows, row_stride, out, out_stride, own, *copy, self.num_lanes % CARRIED, cut.num_parts, cut.parts, made, None,
+                        self.status.data_ptr(), self.workspace.data_ptr(), self.stream, senders, receivers)
 
     def run(self, calls: list[Exchange]) -> None:
         for engine, call in zip(self.engines, calls, strict=True):
@@ -169,9 +174,10 @@ def test_some_parts_overflow(libraries, num_lanes):
     check_all(ranks, 5 * TILE_ELEMS + 9, torch.bfloat16, [mixed, gaussians], 3)
 
 
+@pytest.mark.parametrize("num_lanes", [2, CARRIED + 1, CARRIED + 2])
 @pytest.mark.parametrize("num_tiles", [1, 5])
-def test_frames_made_beforehand(libraries, num_tiles):
-    ranks, n = Ranks(libraries, 3, NUM_IN_RING * 24 * TILE_ELEMS, 2), (num_tiles - 1) * TILE_ELEMS + 1011
+def test_frames_made_beforehand(libraries, num_tiles, num_lanes):
+    ranks, n = Ranks(libraries, 3, NUM_IN_RING * 24 * TILE_ELEMS, num_lanes), (num_tiles - 1) * TILE_ELEMS + 1011
     data = [gaussians(r, (n,), torch.bfloat16) for r in range(3)]
     cut = ranks.plan(torch.bfloat16, n, True)
     frames = [[torch.zeros(g.frame_bytes + 144, dtype=torch.uint8) for g in cut.geometries] for _ in data]
@@ -201,7 +207,7 @@ class InTurn:
 KINDS = ("frame", "made on the way", "as it is")
 
 
-@pytest.mark.parametrize("num_lanes", [1, 2])
+@pytest.mark.parametrize("num_lanes", [1, 2, CARRIED + 2])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_rows_with_and_without_frames(libraries, num_lanes, world_size, monkeypatch):
     """Many in a call, each somewhere else, with frames that exist, are made on the way, or are none; of one rank what has a frame does not
@@ -218,7 +224,8 @@ def test_rows_with_and_without_frames(libraries, num_lanes, world_size, monkeypa
                 for r in range(world_size)]
         outs = [[torch.full((world_size, n + 9), 3, dtype=torch.bfloat16)[:, 4:n + 4] for _, n, _ in chosen] for _ in data]
         for r, transport in enumerate(transports):
-            transport.num_lanes, rows = num_lanes, []
+            transport.num_lanes, rows = num_lanes % CARRIED, []
+            transport.carried_bytes = 1 << 30 if num_lanes > CARRIED else 0
             for (kind, n, _), x, out in zip(chosen, data[r], outs[r], strict=True):
                 g = layout(TABLE[0], n, spill_per_tile=64)
                 frame = None
@@ -239,6 +246,19 @@ def test_rows_with_and_without_frames(libraries, num_lanes, world_size, monkeypa
         num_raw += (world_size - 1) * sum(makers[-1] is random_bits and kind != "as it is" and n > 1 for kind, n, makers in chosen)
     assert ranks.overflows.sum(1).tolist() == [0] * (world_size - 1) + [num_raw] and not ranks.errors.any()
     assert not transports[0].has_room(((layout(TABLE[0], 16 * TILE_ELEMS), False, False),))
+
+
+@pytest.mark.parametrize("num_lanes, num_tiles, num_queued",
+                         [(0, 1, 20), (2, 1, 22), (CARRIED + 2, 1, 11), (2, 7, 84), (CARRIED + 2, 7, 69)])
+def test_calls_of_cuda_per_call(libraries, num_lanes, num_tiles, num_queued):
+    """Of both ranks: the host's time is that of these, beside encode's launches. A GPU needs one less each for a call in one part, for what
+    sends and what receives is one kernel then, and a rank one less where no row is at an odd address."""
+    ranks = Ranks(libraries, 2, NUM_IN_RING * 40 * TILE_ELEMS, num_lanes)
+    data, library = [gaussians(r, (num_tiles * TILE_ELEMS,), torch.bfloat16) for r in range(2)], ranks.calls.library
+    library.zipccl_symmetric_num_queued.restype = ctypes.c_int64
+    before = library.zipccl_symmetric_num_queued()
+    ranks.all_gather(data)
+    assert library.zipccl_symmetric_num_queued() - before == num_queued
 
 
 def test_rows_are_in_turn_smallest_at_the_ends():

@@ -1,0 +1,176 @@
+// Messages that kernels carry (symmetric.cuh has the protocol), instead of copy engines with kernels around them: some CTAs write the frame
+// into the peers' slots, piece by piece, and others decode what peers write here as it comes. The host launches both as one kernel, or, where
+// a call has several messages, each on its own stream; what else it would queue, waits, words, this rank's own row, is done inside.
+//
+// A piece is a tile, or what all tiles need: the header and the pools (or, of a raw row, the word that says so). Each has a word of its own
+// in the memory of the one who waits, so nobody counts. Senders come first in the grid and wait for nobody; receivers are as few as keep up
+// with the links, so that what they wait for, and others' kernels, find room beside them.
+#ifndef ZIPCCL_CARRY_CUH
+#define ZIPCCL_CARRY_CUH
+
+#include "symmetric.cuh"
+
+namespace zipscape {
+
+constexpr u32 kCarryWarps = 4;
+constexpr u32 kMaxTiles = 1024;                            // of a message
+constexpr u32 kPieceWords = kMaxTiles + 8;                 // of a lane and rank
+constexpr u64 kPiecesBytes = (u64)kNumLanes * kMaxRanks * kPieceWords * sizeof(u64);
+
+// Behind the words of whole messages. Piece 0 is what all tiles need; tile t is piece 1 + t.
+__device__ __host__ __forceinline__ u64* piece_word(u8* memory, u32 lane, u32 from, u32 piece) {
+    return (u64*)(memory + kWordsBytes) + (lane * kMaxRanks + from) * kPieceWords + piece;
+}
+
+struct OwnCopy {
+    u8* to;
+    const u8* from;
+    i64 num_bytes;
+};
+
+// Grid: `num_senders` CTAs, or none, that send message t.sent, then those, or none, that receive message t.wanted, if both the same one.
+// `call` as for decode and decode_reduce.
+struct Carried {
+    Turn t;
+    Call call;
+    OwnCopy own;                                           // of receivers
+    u32 num_senders;
+    u32 *tickets, *num_ended;                              // of the lane's senders, of receivers: zero before and after
+};
+
+// All threads of the CTA; `to` is aligned to 16 bytes.
+__device__ __forceinline__ void copy_piece(u8* to, const u8* from, i64 num_bytes) {
+    constexpr u32 kAhead = 8;
+    const u32 wide = (u32)(num_bytes / 16), step = blockDim.x;
+    if (is_aligned(from, 16)) {
+        for (u32 i = threadIdx.x; i < wide; i += kAhead * step) {
+            uint4 v[kAhead];
+#pragma unroll
+            for (u32 k = 0; k < kAhead; k++)
+                if (i + k * step < wide) v[k] = ((const uint4*)from)[i + k * step];
+#pragma unroll
+            for (u32 k = 0; k < kAhead; k++)
+                if (i + k * step < wide) ((uint4*)to)[i + k * step] = v[k];
+        }
+    } else {
+        for (u32 i = threadIdx.x; i < wide; i += step) {
+            const u16* p = (const u16*)(from + 16 * (i64)i);
+            u32 w[4];
+#pragma unroll
+            for (u32 k = 0; k < 4; k++) w[k] = p[2 * k] | (u32)p[2 * k + 1] << 16;
+            ((uint4*)to)[i] = make_uint4(w[0], w[1], w[2], w[3]);
+        }
+    }
+    for (u32 i = wide * 8 + threadIdx.x; i < num_bytes / 2; i += step) ((u16*)to)[i] = ((const u16*)from)[i];
+}
+
+// Piece `piece` of the message to `peer`.
+__device__ __forceinline__ void send_piece(const Carried& m, u32 piece, u32 peer) {
+    const Turn& t = m.t;
+    const ZipcclGeometry& g = m.call.g;
+    const u8 *frame = t.frames + peer * t.frame_stride, *row = t.rows + peer * t.row_stride;
+    u8* slot = t.memory[peer] + t.slot;
+    const bool is_raw = t.as_it_is || (((const u32*)frame)[kStatusOffset / 4] & kOverflowBit);
+    const i64 raw_tile = 32 * kBlockElems * g.itemsize, tile = (i64)piece - 1;
+    if (piece && is_raw) {
+        const i64 at = tile * raw_tile, left = t.raw_bytes - at;
+        copy_piece(slot + kHeaderBytes + at, row + at, left < raw_tile ? left : raw_tile);
+    } else if (piece) {
+        const i64 at = g.tiles_offset + tile * g.tile_bytes, left = g.pools_offset - at;
+        copy_piece(slot + at, frame + at, left < g.tile_bytes ? left : g.tile_bytes);
+    } else if (is_raw) {
+        if (threadIdx.x == 0) {
+            *(volatile u32*)(slot + kStatusOffset) = kOverflowBit;
+            if (!t.as_it_is) *(volatile u32*)(t.overflows + (peer + t.num_ranks - 1 - t.rank) % t.num_ranks) += 1;
+        }
+    } else {
+        copy_piece(slot, frame, g.tiles_offset);
+        copy_piece(slot + g.pools_offset, frame + g.pools_offset, g.frame_bytes - g.pools_offset);
+    }
+    __syncthreads();
+    if (threadIdx.x) return;
+    fence_all();                                           // what the others of the CTA wrote, too
+    store_release(piece_word(t.memory[peer], t.sent_lane, t.rank, piece), t.sent);
+}
+
+// Tile by tile, in turns to all peers. Who has time takes the next one: it is enough that one of the senders runs.
+__device__ __forceinline__ void send_pieces(const Carried& m) {
+    __shared__ u32 tickets[2];
+    const u32 num_peers = m.t.num_ranks - 1, num_jobs = ((u32)m.call.g.num_tiles + 1) * num_peers;
+    if (threadIdx.x == 0) tickets[0] = atomicAdd(m.tickets, 1);
+    __syncthreads();
+    u32 job;
+#pragma unroll 1
+    for (u32 turn = 0; (job = tickets[turn % 2]) < num_jobs; turn++) {
+        if (threadIdx.x == 0) tickets[(turn + 1) % 2] = atomicAdd(m.tickets, 1);           // seen behind the piece's barrier
+        send_piece(m, job / num_peers, (m.t.rank + 1 + job % num_peers) % m.t.num_ranks);
+    }
+    if (threadIdx.x == 0 && job == num_jobs + m.num_senders - 1) *m.tickets = 0;           // the last of all
+}
+
+__device__ __forceinline__ void await_piece(const Turn& t, u32 from, u32 piece) {
+    wait_until(t, piece_word(t.memory[t.rank], t.wanted_lane, from, piece), t.wanted);
+}
+
+struct CarriedFrames {
+    const Call* call;
+    const u32* raw;                                        // [rows]
+    __device__ __forceinline__ const u8* frame(i64 row) const { return call->frames + row * call->frame_stride; }
+    __device__ __forceinline__ bool is_raw(i64 row) const { return raw[row] != 0; }
+};
+
+enum { kGather, kSumOfTwo, kSumOfMany };
+
+// The receivers: first this rank's own row, for nothing else is there yet; then group by group of kCarryWarps blocks, all peers' of a tile
+// before the next tile's. The last of them tells everybody that the message is read.
+template <class L, u32 kRows, u32 kWhat>
+__device__ __forceinline__ void receive_pieces(const Carried& m) {
+    constexpr u32 kGroups = 32 / kCarryWarps;              // of a tile
+    __shared__ u32 raw[kMaxRanks];
+    __shared__ bool is_last;
+    const Turn& t = m.t;
+    const Call& c = m.call;
+    const u32 first = blockIdx.x - m.num_senders, num_ctas = gridDim.x - m.num_senders, r = threadIdx.x;
+    const bool is_peer = r < t.num_ranks && r != t.rank;
+    copy_bytes(m.own.to, m.own.from, m.own.num_bytes, (i64)first * blockDim.x + r, (i64)num_ctas * blockDim.x);
+    if (is_peer) {
+        await_piece(t, r, 0);
+        raw[r] = load_acquire((const u32*)(c.frames + r * c.frame_stride + kStatusOffset)) / kOverflowBit & 1;
+    }
+    const CarriedFrames frames = {&c, raw};
+    const u32 num_peers = kWhat == kGather ? t.num_ranks - 1 : 1, num_jobs = (u32)c.g.num_tiles * kGroups * num_peers;
+#pragma unroll 1
+    for (u32 job = first; job < num_jobs; job += num_ctas) {
+        const u32 tile = job / (kGroups * num_peers), group = tile * kGroups + job % kGroups;
+        __syncthreads();                                   // `raw` is there; what is in shared memory of the group before is used up
+        if constexpr (kWhat == kGather) {
+            const u32 row = (u32)row_of(c, job / kGroups % num_peers);
+            if (r == 0) await_piece(t, row, 1 + tile);
+            __syncthreads();
+            receive_group<L, kCarryWarps>(c, frames.frame(row), raw[row] != 0, c.out + row * c.row_stride, group);
+        } else {
+            if (is_peer) await_piece(t, r, 1 + tile);
+            __syncthreads();
+            decode_reduce_blocks<L, kCarryWarps, kRows, kWhat == kSumOfTwo>(c, frames, group);
+        }
+    }
+    __syncthreads();
+    if (r == 0) {
+        fence_all();
+        is_last = atomicAdd(m.num_ended, 1) == num_ctas - 1;
+        if (is_last) *m.num_ended = 0;
+        fence_all();
+    }
+    __syncthreads();
+    if (is_last && r < t.num_ranks) store_release(read_word(t.memory[r], t.rank), t.wanted);
+}
+
+template <class L, u32 kRows, u32 kWhat>
+__device__ __forceinline__ void carry(const Carried& m) {
+    if (blockIdx.x < m.num_senders) send_pieces(m);
+    else receive_pieces<L, kRows, kWhat>(m);
+}
+
+}  // namespace zipscape
+
+#endif  // ZIPCCL_CARRY_CUH

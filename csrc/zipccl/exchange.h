@@ -1,0 +1,99 @@
+// What symmetric.cu queues: a call as the host describes it, and the Engine that knows one rank's end.
+#ifndef ZIPCCL_EXCHANGE_H
+#define ZIPCCL_EXCHANGE_H
+
+#include "carry.cuh"
+#include "queue.h"
+#include "ring.h"
+
+namespace zipscape {
+
+// symmetric_calls.py repeats all. Sizes in bytes; host memory, read before return.
+struct Part {
+    const void* geometry;                                  // as zipccl_cuda_encode takes it
+    i64 start, raw_bytes, frame_bytes;                     // of each row, from its byte `start` on
+    i64 slot_bytes, num_slots, frame_stride, num_frames;   // its region: slots for the peers' frames, then the frames for them, if made here
+    i64 as_it_is;                                          // not 0: it has no frame, and travels behind a header that says so
+};
+
+// Where a part is, if not everywhere `start` behind the call's: this rank's row, the same for all, and where rank r's comes, its own too.
+struct Place {
+    const u8* row;
+    u8* out;
+    i64 out_stride;
+};
+
+// A call. For rank r: the row at `rows` + r * row_stride goes there, its row comes to `out` + r * out_stride (strides may be 0), or into the
+// sum `out` in rank order with `own`, this rank's row (null: no sum). `num_lanes` > 0: frames are made here and moved by the copy engines,
+// on so many streams (1 or 2) in turns; 0: encode writes them to the peers. `made`: the parts' frames, null where there is none (or for all).
+// `places`: of the parts, instead of rows, out and the copy, which is then each part's (or null). `num_senders` > 0: kernels with so many
+// CTAs carry the messages, and `num_receivers` decode (carry.cuh; num_lanes > 0 then); parts of more than kMaxTiles go as if it were 0.
+struct Exchange {
+    const u8* rows;
+    i64 row_stride;
+    u8* out;
+    i64 out_stride;
+    const u8* own;
+    u8* copy_to;                                           // this rank's own part of a result; 0 bytes: none
+    const u8* copy_from;
+    i64 copy_bytes;
+    i64 num_lanes, num_parts;
+    const Part* parts;
+    const u8* const* made;
+    const Place* places;
+    void *status, *workspace;                              // for encode
+    cudaStream_t stream;
+    i64 num_senders, num_receivers;
+};
+
+typedef int (*Encode)(const void* geometry, const void* x, i64 row_stride, void* frames, i64 frame_stride, i64 num_rows, i64 skip,
+                      void* status, void* workspace, cudaStream_t stream);
+enum { kOwn = kNumLanes, kNumStreams };
+constexpr u32 kNumDone = 64;
+constexpr u32 kLead = 3;                   // messages sent before the first is received: on their way while one is encoded and one decoded
+constexpr i64 kManyMessages = 16;
+
+struct Message {
+    i64 number, offset;
+    const Part* part;
+    Turn announcement;
+    OwnCopy own;                           // of a message that is carried: beside it
+};
+
+struct Engine {
+    Turn nothing;                                          // who is who; to be filled in
+    Encode encode;
+    Ring ring;
+    u32 *counters, *overflows;                             // [kNumLanes][kMaxRanks]; behind the counters those of carry.cuh
+    u32 num_pushes;
+    i64 needed, num_read, num_told;                        // must be read for all regions to be free; reception is queued; peers are told
+    std::deque<std::pair<cudaStream_t, i64>> claimed;      // by stream: what it has waited for
+    cudaStream_t streams[kNumStreams];
+    cudaEvent_t made, step, moved[kNumLanes], done[kNumDone];
+
+    Exchange x;                                            // the call that is being queued
+    u32 next;
+    bool has_place, is_carried, is_moving[kNumLanes], is_behind[kNumLanes];          // is_behind: of what was queued on the caller's stream
+    i64 before, num_calls;
+    Message place;
+    std::deque<Message> waiting;
+
+    u32 rank() const { return nothing.rank; }
+    u32 num_ranks() const { return nothing.num_ranks; }
+    u8* memory() const { return nothing.memory[nothing.rank]; }
+    // What rows of `stride` bytes for the ranks count from. Of two ranks only the other one has a place; else each, this one's left empty.
+    i64 row_0(i64 offset, i64 stride) const { return num_ranks() == 2 ? offset - (1 - rank()) * stride : offset; }
+    i64 own_row(i64 offset, i64 stride) const { return num_ranks() == 2 ? offset : offset + rank() * stride; }
+    // A call in one part is a chain on one stream, where it costs the least time of the host. Parts use all there is.
+    bool is_chain() const { return x.num_parts == 1; }
+    Place place_of(const Part* p) const {
+        return x.places ? x.places[p - x.parts] : Place{x.rows + p->start, x.out + p->start, x.out_stride};
+    }
+    bool has_frames(const Part* p) const { return x.num_lanes && !p->as_it_is && !(x.made && x.made[p - x.parts]); }
+    bool has_copies() const { return x.places || x.copy_bytes; }
+    u32 lane_of(i64 message) const { return is_chain() ? (u32)kChain : x.num_lanes > 1 ? (u32)(message % 2) : (u32)kPush0; }
+};
+
+}  // namespace zipscape
+
+#endif  // ZIPCCL_EXCHANGE_H

@@ -7,6 +7,7 @@ the seam: deepspeed/runtime/engine.py (``_configure_with_arguments``, ``step``),
 import functools
 import itertools
 import logging
+import os
 
 import deepspeed
 import torch.distributed as dist
@@ -83,6 +84,9 @@ def _on_configured(engine) -> None:
     _agree(config, error)
     if config.enabled:
         activate(config, kernels)
+        launched = os.environ.get("WORLD_SIZE", "1")
+        if dist.is_initialized() and dist.get_world_size() == 1 and launched.isdecimal() and int(launched) > 1:
+            log.warning("WORLD_SIZE is %s, but this rank is alone in its process group: it trains by itself, and sends nothing", launched)
         if engine._config.compile_config.deepcompile:
             log.warning("DeepCompile calls NCCL from C++, past ds_zipccl: what it gathers and reduces stays uncompressed and uncounted")
     elif deepspeed_comm.live_runtime() is not None:

@@ -1,5 +1,6 @@
 """Cases run on every rank by test_zero.py: DeepSpeed training, native against zipped, in one process each. Stages 1-2 come before 3,
 because after a ZeRO-3 engine torch's F.linear stays replaced in the process."""
+import contextlib
 import copy
 import hashlib
 import json
@@ -7,6 +8,7 @@ import logging
 import os
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import deepspeed
 import deepspeed.comm as deepspeed_dist
@@ -142,21 +144,27 @@ def case_fp32_accumulation_in_deepspeeds_bf16_optimizer(rank, world_size):
         assert zipped[2][op]["calls_zipped"] == STEPS and not zipped[2][op]["calls_native"], zipped[2][op]
 
 
-def case_deepcompile_is_warned_of(rank, world_size):
-    records = []
-    handler = logging.Handler()
-    handler.emit = records.append
+@contextlib.contextmanager
+def _logged():
+    """The texts that the hooks log within."""
+    texts, handler = [], logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
     deepspeed_hooks.log.addHandler(handler)
     try:
+        yield texts
+    finally:
+        deepspeed_hooks.log.removeHandler(handler)
+
+
+def case_deepcompile_is_warned_of(rank, world_size):
+    with _logged() as texts:
         for deepcompile in (False, True):
             model = Net()
             engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(),
                                               config=settings(1, "bf16", zipccl=ZIPPED, compile={"deepcompile": deepcompile}))
-            assert [r for r in records if "DeepCompile" in r.getMessage()] == records[-1:] * deepcompile, deepcompile
+            assert sum("DeepCompile" in text for text in texts) == deepcompile, texts
             engine.destroy()
             deepspeed_hooks.deactivate()
-    finally:
-        deepspeed_hooks.log.removeHandler(handler)
 
 
 def case_second_engine_with_other_section_is_refused(rank, world_size):
@@ -289,6 +297,10 @@ def case_world_of_one(rank, world_size):
     reasons = [row["native_reasons"] for row in zipped[2].values()]
     assert reasons and all(set(r) == {"world_size_1"} for r in reasons), zipped[2]
     assert "min_bytez" in _refused({"enabled": True, "min_bytez": 3}, rank, world_size)
+    for launched in ("1", "2"):                 # C89: a launcher meant more ranks
+        with _logged() as texts, mock.patch.dict(os.environ, WORLD_SIZE=launched):
+            train(settings(1, "bf16", zipccl=ZIPPED), 1, steps=1)
+        assert sum("alone in its process group" in text for text in texts) == int(launched) - 1, texts
 
 
 def case_stage_3_fp32(rank, world_size):

@@ -40,7 +40,7 @@ class AdamSParams(GroupParams):
     bias_correction: bool = False
     """false: the published formula; true: the authors' code, whose first steps are 10 times as long."""
 
-    kernels: Literal["best", "reference", "cpu", "cuda"] = "best"
+    kernels: Literal["best", "reference", "cpu", "cuda", "triton"] = "best"
     """As in SCAPE's parameters; one for all groups."""
 
 
@@ -89,7 +89,7 @@ class ScapeParams(GroupParams):
     save_residual: Literal["full", "mean", "flush"] = "full"
     """What a checkpoint keeps of the residuals: every rank's (resuming is bit-equal), their mean, or none after one dense step."""
 
-    kernels: Literal["best", "reference", "cpu", "cuda"] = "best"
+    kernels: Literal["best", "reference", "cpu", "cuda", "triton"] = "best"
     """Which implementation of the arithmetic runs; all give the same bits. "best" takes the fastest that works here."""
 
     log: str | None = None

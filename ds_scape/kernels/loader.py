@@ -9,7 +9,8 @@ from zipscape.errors import BuildError, describe
 log = logging.getLogger("ds_scape")
 
 # best first; each entry: name, device types it serves, module with load() -> functions
-PREFERENCE = (("cpu", ("cpu",), "impl_cpu"), ("cuda", ("cuda",), "impl_cuda"), ("reference", ("cpu", "cuda"), "impl_reference"))
+PREFERENCE = (("cpu", ("cpu",), "impl_cpu"), ("cuda", ("cuda",), "impl_cuda"), ("triton", ("cuda",), "impl_triton"),
+              ("reference", ("cpu", "cuda"), "impl_reference"))
 NAMES = tuple(name for name, _, _ in PREFERENCE)
 
 

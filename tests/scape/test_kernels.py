@@ -5,7 +5,7 @@ import subprocess
 import pytest
 import torch
 
-from ds_scape.kernels import c_structs, cuda_plans, impl_cpu, impl_cuda, ops
+from ds_scape.kernels import c_structs, cuda_plans, impl_cpu, impl_cuda, impl_triton, ops
 from ds_scape.kernels import impl_reference as reference
 from ds_scape.sync.partition import Segment
 from tests.scape import kernel_cases as cases
@@ -32,10 +32,10 @@ def emulated_library(tmp_path_factory) -> ctypes.CDLL:
     return ctypes.CDLL(str(target))
 
 
-@pytest.fixture(scope="module", params=[*impl_cpu.ISAS, "cuda"] if cases.DEVICE == "cpu" else ["cuda"])
+@pytest.fixture(scope="module", params=[*impl_cpu.ISAS, "cuda"] if cases.DEVICE == "cpu" else ["cuda", "triton"])
 def kernels(request):
     if cases.DEVICE == "cuda":
-        return impl_cuda.load()
+        return (impl_cuda if request.param == "cuda" else impl_triton).load()
     if request.param == "cuda":
         return impl_cuda.CudaKernels(request.getfixturevalue("emulated_library"), "emulated", emulated=3)
     return _cpu(request.param)

@@ -1,0 +1,174 @@
+"""Exactly k per segment in Triton, all segments at once: the steps and the division of csrc/scape/select.cuh and select_tiles.cuh.
+
+    sample        counts the first digits of some lines of a search (a segment with a choice to be made), of all of a small one
+    set_bracket   the values of the first digit between which the k-th largest key lies, or, by the sample, very likely does
+    choose        one pass over everything: chosen above the bracket, not below it; keys inside are noted down, and their first two digits
+                  counted. Of these those of the k-th key, if the bracket was right; where not, all of this is done again without sampling
+    third         counts the third digit, over what was noted
+    equal         equal keys: how many before each tile, where not all of them are taken
+    finish        chosen or not, for what was noted
+
+A tile has 512 elements and notes up to 64 keys: 9 bits of place, 4 of first digit (inside the bracket), 19 of key. One with more keys
+inside looks at its elements again in the later steps. Atomic additions only count, so their order does not matter.
+"""
+import triton
+import triton.language as tl
+
+from ds_scape.kernels.triton_rule import age_of, residual_score, sort_key
+
+TILE, NOTES, LINES, BRACKET = tl.constexpr(512), tl.constexpr(64), tl.constexpr(16), tl.constexpr(16)
+#: Bits of a key after the first digit, of the third digit; sizes of the digits' histograms.
+LOW, LOW_MASK, THIRD = tl.constexpr(19), tl.constexpr((1 << 19) - 1), tl.constexpr(10)
+SIZE, THIRD_SIZE = tl.constexpr(8192), tl.constexpr(1024)
+#: Fields of a search that the kernels fill in: the bracket's ends; whether it was wrong; keys above it; digits that are settled, how many
+#: keys with them are wanted, and how many are equal to the last one. There is room for eight.
+LO, HI, AGAIN, ABOVE, PREFIX, WANTED, EQUAL = (tl.constexpr(i) for i in range(7))
+
+
+@triton.jit
+def _field(state, s, FIELD: tl.constexpr, is_valid=None):
+    return tl.load(state + s * 8 + FIELD, is_valid)
+
+
+@triton.jit
+def _tiles(search_of_tile, searches, t, is_valid):
+    """Of tiles t: the search; the first element's place, a multiple of four; the search's first element and end; the tile's number."""
+    s = tl.load(search_of_tile + t, is_valid, other=0)
+    row = searches + s.to(tl.int64) * 10
+    start, stop = tl.load(row, is_valid, other=0), tl.load(row + 1, is_valid, other=0)
+    number = t - (tl.load(row + 3, is_valid, other=0) & 0xFFFFFFFF).to(tl.int32)
+    return s, tl.multiple_of(start + number.to(tl.int64) * TILE, 4), start + (tl.load(row + 4, is_valid, other=0) >> 32), stop, number
+
+
+@triton.jit
+def _keys(rank_by, square, last_sync, at, is_valid, step, max_age, HAS_SQUARE: tl.constexpr, ALL: tl.constexpr):
+    """ALL: all of them are valid."""
+    r = tl.load(rank_by + at) if ALL else tl.load(rank_by + at, is_valid, other=0)
+    last = tl.load(last_sync + at) if ALL else tl.load(last_sync + at, is_valid, other=0)
+    if HAS_SQUARE:
+        r = residual_score(r, tl.load(square + at) if ALL else tl.load(square + at, is_valid, other=0))
+    return sort_key(r, age_of(last, step) >= max_age)
+
+
+@triton.jit
+def _stride(searches, s, again, is_valid):
+    """Every how many of a tile's lines are sampled: 16, 4 or, where the search is small or is done again, 1."""
+    row = searches + s.to(tl.int64) * 10
+    size = tl.load(row + 1, is_valid, other=0) - tl.load(row, is_valid, other=0)
+    stride = tl.where(tl.load(row + 2, is_valid, other=0) < 4096, 4, 16)
+    return tl.where((size < 16384) | again, 1, stride)
+
+
+@triton.jit
+def sample(rank_by, square, last_sync, search_of_tile, searches, state, histograms, num_tiles: tl.int64, step: tl.int32, max_age: tl.int32,
+           again: tl.int32, HAS_SQUARE: tl.constexpr, ROWS: tl.constexpr):
+    """again: 1 only for searches that have to be done again. A sampled line is another one than in the tile before."""
+    for begin in range(tl.program_id(0) * ROWS, num_tiles, tl.num_programs(0) * ROWS):
+        t = (begin + tl.arange(0, ROWS)).to(tl.int32)
+        is_live = t < num_tiles
+        s, place, first, stop, number = _tiles(search_of_tile, searches, t, is_live)
+        if again != 0:
+            is_live = is_live & (_field(state, s, AGAIN, is_live) != 0)
+        stride = _stride(searches, s, again != 0, is_live)
+        num_lines = tl.where(is_live, LINES // stride, 0)
+        histogram = histograms + s.to(tl.int64) * SIZE
+        for j in range(0, tl.max(num_lines, 0)):
+            at = place + (j * stride + (number & (stride - 1))) * 32
+            at = at[:, None] + tl.arange(0, 32)[None, :]
+            is_valid = (j < num_lines)[:, None] & (at >= first[:, None]) & (at < stop[:, None])
+            key = _keys(rank_by, square, last_sync, at, is_valid, step, max_age, HAS_SQUARE, False)
+            tl.atomic_add(histogram[:, None] + (key >> LOW).to(tl.int32), 1, is_valid, sem="relaxed")
+
+
+@triton.jit
+def _from_top(histogram, DIGITS: tl.constexpr):
+    """Counts of a histogram's digits from the largest down, and their sums up to each; the histogram is cleared."""
+    at = histogram + (DIGITS - 1 - tl.arange(0, DIGITS))
+    counts = tl.load(at)
+    tl.debug_barrier()
+    tl.store(at, tl.zeros((DIGITS,), tl.int32))
+    return counts, tl.cumsum(counts, 0)
+
+
+@triton.jit
+def set_bracket(searches, state, histograms, again: tl.int32):
+    """A program for each search."""
+    s = tl.program_id(0)
+    if (again == 0) | (_field(state, s, AGAIN) != 0):
+        _, sums = _from_top(histograms + s.to(tl.int64) * SIZE, SIZE)
+        count, stride = tl.load(searches + s * 10 + 2), _stride(searches, s, again != 0, True)
+        # The rank in the sample, give or take what chance makes of it in all but one of some thousand samples.
+        share = count.to(tl.float32) / stride
+        slack = tl.where(stride > 1, 3.5 * tl.sqrt(share) + 4.0, 0.0)
+        low_rank, high_rank = (share + slack).to(tl.int64), (share - slack).to(tl.int64)
+        low_rank, high_rank = tl.where(stride > 1, low_rank, count), tl.where(stride > 1, tl.maximum(high_rank, 1), count)
+        above_lo, above_hi = tl.sum((sums < low_rank).to(tl.int32), 0), tl.sum((sums < high_rank).to(tl.int32), 0)
+        lo, hi = tl.maximum(SIZE - 1 - above_lo, 0), tl.where(above_hi < SIZE, SIZE - 1 - above_hi, SIZE - 1)
+        tl.store(state + s * 8 + LO, lo)
+        tl.store(state + s * 8 + HI, tl.minimum(hi, lo + BRACKET - 1))                  # found wrong, most likely
+        tl.store(state + s * 8 + ABOVE, 0)
+
+
+@triton.jit
+def choose(rank_by, square, last_sync, chosen, search_of_tile, searches, state, histograms, notes, num_notes, num_tiles: tl.int64,
+           step: tl.int32, max_age: tl.int32, again: tl.int32, HAS_SQUARE: tl.constexpr, ROWS: tl.constexpr):
+    column = tl.arange(0, TILE)[None, :]
+    for begin in range(tl.program_id(0) * ROWS, num_tiles, tl.num_programs(0) * ROWS):
+        t = (begin + tl.arange(0, ROWS)).to(tl.int32)
+        is_live = t < num_tiles
+        s, place, first, stop, _ = _tiles(search_of_tile, searches, t, is_live)
+        if again != 0:
+            is_live = is_live & (_field(state, s, AGAIN, is_live) != 0)
+        if tl.max(is_live.to(tl.int32), 0) != 0:
+            at = place[:, None] + column
+            is_valid = is_live[:, None] & (at >= first[:, None]) & (at < stop[:, None])
+            is_whole = tl.min((is_live & (place >= first) & (place + TILE <= stop)).to(tl.int32), 0) != 0
+            if is_whole:
+                key = _keys(rank_by, square, last_sync, at, is_valid, step, max_age, HAS_SQUARE, True)
+            else:
+                key = _keys(rank_by, square, last_sync, at, is_valid, step, max_age, HAS_SQUARE, False)
+            lo, hi = _field(state, s, LO, is_live), _field(state, s, HI, is_live)
+            digit = (key >> LOW).to(tl.int32)
+            is_above = is_valid & (digit > hi[:, None])
+            is_inside = is_valid & (digit >= lo[:, None]) & (digit <= hi[:, None])
+            if is_whole:
+                tl.store(chosen + at, is_above.to(tl.uint8))
+            else:
+                tl.store(chosen + at, is_above.to(tl.uint8), is_valid)
+            tl.atomic_add(state + s * 8 + ABOVE, tl.sum(is_above.to(tl.int32), 1), is_live, sem="relaxed")
+            inside = is_inside.to(tl.int32)
+            rank = tl.cumsum(inside, 1) - inside
+            note = (column.to(tl.uint32) << 23) | ((digit - lo[:, None]).to(tl.uint32) << LOW) | (key & LOW_MASK)
+            at_note = notes + t.to(tl.int64)[:, None] * NOTES + rank
+            tl.store(at_note, note.to(tl.int32, bitcast=True), is_inside & (rank < NOTES))
+            tl.store(num_notes + t, tl.sum(inside, 1), is_live)
+            two = (key >> THIRD).to(tl.int32) - (lo << (LOW - THIRD))[:, None]
+            tl.atomic_add((histograms + s.to(tl.int64) * SIZE)[:, None] + two, 1, is_inside, sem="relaxed")
+
+
+@triton.jit
+def settle_two(searches, state, histograms, again: tl.int32):
+    """The first two digits, from the counts inside the bracket. A program for each search."""
+    s = tl.program_id(0)
+    if (again == 0) | (_field(state, s, AGAIN) != 0):
+        counts, sums = _from_top(histograms + s.to(tl.int64) * SIZE, SIZE)
+        wanted = (tl.load(searches + s * 10 + 2) - _field(state, s, ABOVE)).to(tl.int32)
+        number = tl.sum((sums < wanted).to(tl.int32), 0)
+        digit = SIZE - 1 - number
+        above = tl.sum(tl.where(tl.arange(0, SIZE) < number, counts, 0), 0)
+        tl.store(state + s * 8 + AGAIN, ((wanted <= 0) | (number == SIZE)).to(tl.int32))
+        tl.store(state + s * 8 + PREFIX, ((_field(state, s, LO) << (LOW - THIRD)) + digit) << THIRD)
+        tl.store(state + s * 8 + WANTED, wanted - above)
+
+
+@triton.jit
+def settle_three(state, histograms):
+    """The third digit. A program for each search."""
+    s = tl.program_id(0)
+    counts, sums = _from_top(histograms + s.to(tl.int64) * SIZE, THIRD_SIZE)
+    wanted = _field(state, s, WANTED)
+    number = tl.sum((sums < wanted).to(tl.int32), 0)
+    order = tl.arange(0, THIRD_SIZE)
+    tl.store(state + s * 8 + PREFIX, _field(state, s, PREFIX) | (THIRD_SIZE - 1 - number))
+    tl.store(state + s * 8 + WANTED, wanted - tl.sum(tl.where(order < number, counts, 0), 0))
+    tl.store(state + s * 8 + EQUAL, tl.sum(tl.where(order == number, counts, 0), 0))

@@ -1,0 +1,141 @@
+"""The later steps of a selection (triton_select.py), over what was noted down: a program looks at the notes of ROWS tiles together, and one
+after another at the elements of those tiles that could not note all their keys."""
+import triton
+import triton.language as tl
+
+from ds_scape.kernels.triton_select import (
+    EQUAL,
+    LO,
+    LOW,
+    LOW_MASK,
+    NOTES,
+    PREFIX,
+    SIZE,
+    THIRD,
+    THIRD_SIZE,
+    TILE,
+    WANTED,
+    _field,
+    _keys,
+    _tiles,
+)
+
+
+@triton.jit
+def _noted(state, notes, t, num, s):
+    """Of tiles t with ``num`` notes: keys, their places in the tile, and which of them there are. Nothing of full tiles."""
+    column = tl.arange(0, NOTES)[None, :]
+    is_noted = column < tl.where(num <= NOTES, num, 0)[:, None]
+    note = tl.load(notes + t.to(tl.int64)[:, None] * NOTES + column, is_noted, other=0).to(tl.uint32, bitcast=True)
+    digit = ((note >> LOW) & 15) + _field(state, s, LO)[:, None].to(tl.uint32)
+    return (digit << LOW) | (note & LOW_MASK), (note >> 23).to(tl.int32), is_noted
+
+
+@triton.jit
+def _prefix(state, s):
+    return _field(state, s, PREFIX).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _full_tile(rank_by, square, last_sync, search_of_tile, searches, t, step, max_age, HAS_SQUARE: tl.constexpr):
+    """Search, keys, places and which elements there are, of one tile."""
+    s, place, first, stop, _ = _tiles(search_of_tile, searches, t, True)
+    at = place + tl.arange(0, TILE)
+    is_valid = (at >= first) & (at < stop)
+    return s, _keys(rank_by, square, last_sync, at, is_valid, step, max_age, HAS_SQUARE, False), at, is_valid
+
+
+@triton.jit
+def third(rank_by, square, last_sync, search_of_tile, searches, state, histograms, notes, num_notes, num_tiles: tl.int32, step: tl.int32,
+          max_age: tl.int32, HAS_SQUARE: tl.constexpr, ROWS: tl.constexpr):
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    num = tl.load(num_notes + t, t < num_tiles, other=0)
+    s = tl.load(search_of_tile + t, t < num_tiles, other=0)
+    key, place, is_noted = _noted(state, notes, t, num, s)
+    is_counted = is_noted & (key >> THIRD == (_prefix(state, s) >> THIRD)[:, None])
+    at = (histograms + s.to(tl.int64) * SIZE)[:, None] + (key & (THIRD_SIZE - 1)).to(tl.int32)
+    tl.atomic_add(at, 1, is_counted, sem="relaxed")
+    if tl.max(num, 0) > NOTES:
+        for one in range(tl.program_id(0) * ROWS, tl.minimum((tl.program_id(0) + 1) * ROWS, num_tiles)):
+            if tl.load(num_notes + one) > NOTES:
+                s_one, key_one, at_one, is_valid = _full_tile(rank_by, square, last_sync, search_of_tile, searches, one, step, max_age,
+                                                         HAS_SQUARE)
+                is_counted_one = is_valid & (key_one >> THIRD == _prefix(state, s_one) >> THIRD)
+                at_one = histograms + s_one.to(tl.int64) * SIZE + (key_one & (THIRD_SIZE - 1)).to(tl.int32)
+                tl.atomic_add(at_one, 1, is_counted_one, sem="relaxed")
+
+
+@triton.jit
+def equal(rank_by, square, last_sync, search_of_tile, searches, state, notes, num_notes, num_equal, num_tiles: tl.int32, step: tl.int32,
+          max_age: tl.int32, HAS_SQUARE: tl.constexpr, ROWS: tl.constexpr):
+    """num_equal[t]: how many keys of tile t are the last one, where not all of them are taken."""
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    s = tl.load(search_of_tile + t, t < num_tiles, other=0)
+    is_needed = (t < num_tiles) & (_field(state, s, EQUAL) != _field(state, s, WANTED))
+    if tl.max(is_needed.to(tl.int32), 0) != 0:
+        num = tl.load(num_notes + t, is_needed, other=0)
+        key, place, is_noted = _noted(state, notes, t, num, s)
+        is_equal = is_noted & (key == _prefix(state, s)[:, None])
+        tl.store(num_equal + t, tl.sum(is_equal.to(tl.int32), 1), is_needed & (num <= NOTES))
+        if tl.max(num, 0) > NOTES:
+            for one in range(tl.program_id(0) * ROWS, tl.minimum((tl.program_id(0) + 1) * ROWS, num_tiles)):
+                if tl.load(num_notes + one) > NOTES:
+                    s_one, key_one, at_one, is_valid = _full_tile(rank_by, square, last_sync, search_of_tile, searches, one, step, max_age,
+                                                             HAS_SQUARE)
+                    is_equal_one = is_valid & (key_one == _prefix(state, s_one))
+                    tl.store(num_equal + one, tl.sum(is_equal_one.to(tl.int32), 0))
+
+
+@triton.jit
+def equal_before(searches, state, num_equal, BLOCK: tl.constexpr):
+    """From how many in each tile to how many before it, in place. A program for each search."""
+    s = tl.program_id(0)
+    if _field(state, s, EQUAL) != _field(state, s, WANTED):
+        tiles = tl.load(searches + s.to(tl.int64) * 10 + 3)
+        first, total = (tiles & 0xFFFFFFFF).to(tl.int32), tl.full((), 0, tl.int32)
+        stop = first + (tiles >> 32).to(tl.int32)
+        for begin in range(first, stop, BLOCK):
+            t = begin + tl.arange(0, BLOCK)
+            num = tl.load(num_equal + t, t < stop, other=0)
+            tl.debug_barrier()
+            tl.store(num_equal + t, total + tl.cumsum(num, 0) - num, t < stop)
+            total += tl.sum(num, 0)
+
+
+@triton.jit
+def finish(rank_by, square, last_sync, chosen, search_of_tile, searches, state, notes, num_notes, before, num_tiles: tl.int32,
+           step: tl.int32, max_age: tl.int32, HAS_SQUARE: tl.constexpr, ROWS: tl.constexpr):
+    """before: of equal_before."""
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_there = t < num_tiles
+    num = tl.load(num_notes + t, is_there, other=0)
+    s, place, _, _, _ = _tiles(search_of_tile, searches, t, is_there)
+    key, at, is_noted = _noted(state, notes, t, num, s)
+    is_equal = is_noted & (key == _prefix(state, s)[:, None])
+    wanted = _field(state, s, WANTED)
+    is_open = _field(state, s, EQUAL) != wanted
+    mine = is_equal.to(tl.int32)
+    rank = tl.load(before + t, is_there & is_open, other=0)[:, None] + tl.cumsum(mine, 1) - mine
+    is_taken = is_noted & (key > _prefix(state, s)[:, None]) | is_equal & (rank < wanted[:, None])
+    tl.store(chosen + place[:, None] + at, tl.full((ROWS, NOTES), 1, tl.uint8), is_taken)
+    if tl.max(num, 0) > NOTES:
+        for one in range(tl.program_id(0) * ROWS, tl.minimum((tl.program_id(0) + 1) * ROWS, num_tiles)):
+            if tl.load(num_notes + one) > NOTES:
+                s_one, key_one, at_one, is_valid = _full_tile(rank_by, square, last_sync, search_of_tile, searches, one, step, max_age,
+                                                              HAS_SQUARE)
+                last, wanted_one = _prefix(state, s_one), _field(state, s_one, WANTED)
+                is_open_one = _field(state, s_one, EQUAL) != wanted_one
+                mine_one = (is_valid & (key_one == last)).to(tl.int32)
+                rank_one = tl.load(before + one, is_open_one, other=0) + tl.cumsum(mine_one, 0) - mine_one
+                is_taken_one = is_valid & (key_one > last) | (mine_one != 0) & (rank_one < wanted_one)
+                tl.store(chosen + at_one, tl.full((TILE,), 1, tl.uint8), is_taken_one)
+
+
+@triton.jit
+def fill_bytes(chosen, fills, BLOCK: tl.constexpr):
+    """What no search decides: (start, stop, value) each. Grid (fills, any number)."""
+    row = fills + 3 * tl.program_id(0)
+    stop, value = tl.load(row + 1), tl.load(row + 2)
+    for begin in range(tl.load(row) + tl.program_id(1) * BLOCK, stop, tl.num_programs(1) * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        tl.store(chosen + at, tl.zeros((BLOCK,), tl.uint8) + value.to(tl.uint8), at < stop)

@@ -1,0 +1,46 @@
+"""SCAPE's Triton kernels against the reference, bit for bit, interpreted on the CPU, and what they are compiled to. On a GPU
+test_kernels.py runs all cases with them (ZIPSCAPE_TEST_DEVICE=cuda)."""
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_scape.kernels import impl_triton, loader
+from zipscape.errors import BuildError
+
+LIMIT_S = 300              # some seconds on a quiet core
+
+
+@pytest.mark.parametrize("group", ["worker", "owner", "masks", "select", "ptx"])
+def test_bits(group, tmp_path):
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    command = [sys.executable, str(Path(__file__).with_name("triton_cases.py")), group]
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "ZIPSCAPE_TEST_DEVICE": "cpu"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_without_nvcc_triton_is_the_best_on_a_gpu(monkeypatch, caplog):
+    """And where there is no Triton either, the reference; each said once."""
+    reasons = {"cuda": "no nvcc", "triton": None}
+    monkeypatch.setattr(loader, "load", lambda name: reasons.get(name))
+    loader._best.cache_clear()
+    try:
+        assert [loader._best("cuda") for _ in range(2)] == ["triton"] * 2
+        loader._best.cache_clear()
+        reasons["triton"] = "not installed"
+        assert [loader._best("cuda") for _ in range(2)] == ["reference"] * 2
+    finally:
+        loader._best.cache_clear()
+    assert [("cuda" in r.message, "triton" in r.message) for r in caplog.records] == [(True, False), (True, False), (False, True)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_it_needs_a_gpu():
+    with pytest.raises(BuildError, match="not installed|no device"):
+        impl_triton.load()

@@ -98,7 +98,7 @@ class Guarded:
 
 
 def gathered(data, world):
-    out = torch.empty(world * data.numel(), dtype=data.dtype)
+    out = torch.empty(world * data.numel(), dtype=data.dtype, device=data.device)
     transport.all_gather_bytes(out.view(torch.uint8), data.view(torch.uint8), dist.group.WORLD).wait()
     return out
 

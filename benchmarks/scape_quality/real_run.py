@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -75,11 +76,22 @@ def ds_config(job: Job) -> dict:
             "optimizer": {"type": "SCAPE", "params": params}, "zero_optimization": {"stage": 1}, "steps_per_print": 10**9}
 
 
-def checksum(tensor: torch.Tensor) -> int:
+def checksums(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """int64 [number of tensors], where they are: nobody waits for it."""
+    return torch.stack([checksum(tensor) for tensor in tensors.values()])
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """64 bits that depend on every bit and its place."""
     bits = tensor.detach().contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).view(-1).long()
     odd = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
-    return int((bits * odd * 0x9E3779B97F4A7C1 + bits * bits * odd).sum())
+    return (bits * odd * 0x9E3779B97F4A7C1 + bits * bits * odd).sum()
+
+
+def read(names, losses, norms, sums) -> list[dict]:
+    """One row per step, from what was kept on the device."""
+    numbers = zip(torch.stack(losses).tolist(), norms, torch.stack(sums).tolist(), strict=True)
+    return [{"loss": loss, "norm": norm, **dict(zip(names, row, strict=True))} for loss, norm, row in numbers]
 
 
 @contextlib.contextmanager
@@ -97,37 +109,43 @@ def same_bits(device: torch.device):
         torch.set_num_threads(threads)
 
 
-def train(job: Job, tokens: torch.Tensor, device: torch.device, folder: Path, rank: int) -> None:
-    """The real run, on every rank of the process group that is there. Leaves its rows and its last tensors in ``folder``."""
+def train(job: Job, tokens: torch.Tensor, device: torch.device, folder: Path, rank: int, seconds: float = math.inf) -> None:
+    """The real run, on every rank of the process group that is there. Leaves its rows and its last tensors in ``folder``. seconds: rank 0
+    ends it after so long, with fewer steps."""
     import deepspeed
 
     import ds_scape  # noqa: F401       makes "SCAPE" known to DeepSpeed
 
     engine, *_ = deepspeed.initialize(model=Gpt(job.shape, job.seed, device), config=ds_config(job))
-    zero, sequences, rows = engine.optimizer, Sequences(job, tokens, device), []
+    zero, sequences = engine.optimizer, Sequences(job, tokens, device)
     flow, flat = zero.flow, zero.flow.flats[0]
-    start, began = time.monotonic(), 1
+    lost, found_norms, sums, times = [], [], [], [time.monotonic()]
     with same_bits(device):
         for step in range(1, job.steps + 1):
             zero.param_groups[0]["lr"] = job.lr_at(step)
             loss = engine(sequences.of(step, rank))
             engine.backward(loss)
             engine.step()
-            sums = {name: checksum(getattr(flat, name)) for name in TENSORS}
-            rows.append({"step": step, "loss": loss.item(), "norm": float(zero._global_grad_norm), **sums})
-            if step == min(10, job.steps):
-                start, began = time.monotonic(), step
-    seconds = time.monotonic() - start
+            lost.append(loss.detach())
+            found_norms.append(float(zero._global_grad_norm))
+            sums.append(checksums({name: getattr(flat, name) for name in TENSORS}))
+            if step % 25 == 0:
+                times.append(time.monotonic())
+                is_late = torch.tensor(float(times[-1] - times[0] > seconds), device=device)
+                torch.distributed.broadcast(is_late, 0)
+                if rank == 0:
+                    print(f"step {step}: {40 * (times[-1] - times[-2]):.1f} ms a step with checksums, loss {loss.item():.3f}", flush=True)
+                if is_late.item():
+                    break
     slots = [(offset, meta.numel(), meta.dim())
              for offset, meta in zip(zero.round_robin_bit16_offsets[0], zero.round_robin_bit16_meta[0], strict=True)]
     about = {"slots": slots, "numel": flat.copies.numel(), "gradients": str(zero.fresh_gradients[0].dtype), "kernels": flow.kernels.names,
-             "optimizer": type(zero).__name__, "sent_bytes": dict(flow.transport.sent_bytes),
-             "ms_per_step_with_checksums": 1e3 * seconds / max(1, job.steps - began)}
+             "optimizer": type(zero).__name__, "sent_bytes": dict(flow.transport.sent_bytes)}
     torch.save({name: getattr(flat, name).cpu() for name in TENSORS}, folder / f"tensors{rank}.pt")
-    (folder / f"rank{rank}.json").write_text(json.dumps({"rows": rows, "about": about}))
+    (folder / f"rank{rank}.json").write_text(json.dumps({"rows": read(TENSORS, lost, found_norms, sums), "about": about}))
 
 
-def simulate(job: Job, tokens: torch.Tensor, device: torch.device, about: dict) -> tuple[list[list[dict]], list[dict]]:
+def simulate(job: Job, tokens: torch.Tensor, device: torch.device, about: dict, num_steps: int) -> tuple[list[list[dict]], list[dict]]:
     """The same by one process: rows by rank and step, and the last tensors by rank. about: how the real run's buffer is laid out."""
     model = Gpt(job.shape, job.seed, device)
     numel, slots = about["numel"], [TensorSlot(*slot) for slot in about["slots"]]
@@ -140,7 +158,8 @@ def simulate(job: Job, tokens: torch.Tensor, device: torch.device, about: dict) 
                          weight_decay=workers.WEIGHT_DECAY)
     scape, sequences = workers.Scape(slots, copies, copies.float(), job.workers, params), Sequences(job, tokens, device)
     gradients = torch.zeros(job.workers, numel, dtype=getattr(torch, about["gradients"].removeprefix("torch.")), device=device)
-    size, rows = numel // job.workers, [[] for _ in range(job.workers)]
+    size, ranks = numel // job.workers, range(job.workers)
+    lost, found_norms, sums = [[] for _ in ranks], [], [[] for _ in ranks]
 
     def tensors(rank):
         own = slice(rank * size, (rank + 1) * size)
@@ -148,39 +167,41 @@ def simulate(job: Job, tokens: torch.Tensor, device: torch.device, about: dict) 
                 **{name: getattr(scape.flat, name)[own] for name in workers.Scape.STATE}}
 
     with same_bits(device):
-        for step in range(1, job.steps + 1):
-            found = []
-            for rank in range(job.workers):
+        for step in range(1, num_steps + 1):
+            for rank in ranks:
                 loss = model(sequences.of(step, rank))
                 for slot, made in zip(slots, torch.autograd.grad(loss, list(model.weights)), strict=True):
                     gradients[rank, slot.offset:slot.offset + slot.numel].copy_(made.reshape(-1))
-                found.append(loss.item())
-            squares = [float(norms.sum_of_squares([gradient], scape.kernels)) for gradient in gradients]
+                lost[rank].append(loss.detach())
+            squares = torch.cat([norms.sum_of_squares([gradient], scape.kernels) for gradient in gradients]).tolist()
             scape.step(gradients, job.lr_at(step), squares)
-            norm = math.sqrt(math.fsum(squares) / job.workers)
-            for rank in range(job.workers):
-                sums = {name: checksum(tensor) for name, tensor in tensors(rank).items()}
-                rows[rank].append({"step": step, "loss": found[rank], "norm": norm, **sums})
-    return rows, [{name: tensor.cpu() for name, tensor in tensors(rank).items()} for rank in range(job.workers)]
+            found_norms.append(math.sqrt(math.fsum(squares) / job.workers))
+            for rank in ranks:
+                sums[rank].append(checksums(tensors(rank)))
+    rows = [read(TENSORS, lost[rank], found_norms, sums[rank]) for rank in ranks]
+    return rows, [{name: tensor.cpu() for name, tensor in tensors(rank).items()} for rank in ranks]
 
 
 def compare(job: Job, tokens: torch.Tensor, device: torch.device, folder: Path) -> dict:
     """What the ranks left in ``folder`` beside their simulation. "differences" is empty if all bits are the same."""
     real = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(job.workers)]
-    rows, last = simulate(job, tokens, device, real[0]["about"])
+    num_steps = len(real[0]["rows"])
+    rows, last = simulate(job, tokens, device, real[0]["about"], num_steps)
     differences = []
     for rank in range(job.workers):
-        for mine, theirs in zip(rows[rank], real[rank]["rows"], strict=True):
-            differences += [f"step {mine['step']}, rank {rank}: {name}" for name in mine if mine[name] != theirs[name]]
+        for step, (mine, theirs) in enumerate(zip(rows[rank], real[rank]["rows"], strict=True), 1):
+            differences += [f"step {step}, rank {rank}: {name}" for name in mine if mine[name] != theirs[name]]
         saved = torch.load(folder / f"tensors{rank}.pt")
         for name, tensor in last[rank].items():
             ints = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
             num = int((tensor.view(ints) != saved[name].view(ints)).sum())
             differences += [f"at the end, rank {rank}: {num} elements of {name}"] if num else []
-    curves = [{"step": step + 1, "real": [one["rows"][step]["loss"] for one in real], "simulated": [row[step]["loss"] for row in rows]}
-              for step in range(job.steps)]
-    return {"differences": differences, "num_compared": job.steps * job.workers * (len(TENSORS) + 2), "curve": curves,
-            "norms": [row["norm"] for row in rows[0]], "about": real[0]["about"] | {"slots": len(real[0]["about"]["slots"])},
+    curve = [{"step": step + 1, "real": [one["rows"][step]["loss"] for one in real], "simulated": [row[step]["loss"] for row in rows]}
+             for step in range(num_steps)]
+    num_compared = num_steps * job.workers * (len(TENSORS) + 2)
+    return {"job": asdict(job), "steps": num_steps, "differences": differences, "num_compared": num_compared, "curve": curve,
+            "norms": [row["norm"] for row in rows[0]], "ds_config": ds_config(job),
+            "about": real[0]["about"] | {"slots": len(real[0]["about"]["slots"])},
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu"}
 
 
@@ -197,6 +218,8 @@ def parse(argv=None):
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--first-tokens", type=int, help="only so many of the text")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of training; fewer steps if it takes longer")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for the ranks")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", help=argparse.SUPPRESS)           # RANK:FOLDER, of a process that this one starts
@@ -211,7 +234,7 @@ def job_of(args) -> Job:
 
 def tokens_of(args) -> torch.Tensor:
     if args.text:
-        return text.load(args.text)["train"]
+        return text.load(args.text)["train"][:args.first_tokens]
     return torch.randint(4096, (100_000,), generator=torch.Generator("cpu").manual_seed(1), device="cpu").to(torch.int16).view(torch.uint16)
 
 
@@ -223,7 +246,7 @@ def be_a_rank(args) -> None:
         torch.cuda.set_device(int(rank))
     store = torch.distributed.FileStore(f"{folder}/store", args.ranks)
     torch.distributed.init_process_group({"cuda": "nccl", "cpu": "gloo"}[args.device], store=store, rank=int(rank), world_size=args.ranks)
-    train(job_of(args), tokens_of(args), torch.device(args.device), Path(folder), int(rank))
+    train(job_of(args), tokens_of(args), torch.device(args.device), Path(folder), int(rank), args.seconds)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -264,8 +287,8 @@ def main(argv=None) -> int:
             wait_for(ranks, end if tokens is not None else 0.0)
         found = compare(job, tokens, torch.device(args.device), Path(folder))
     first, last = found["curve"][0], found["curve"][-1]
-    print(f"{job.workers} ranks, {job.steps} steps, density {job.density}, {found['device']}: losses {first['real']} -> {last['real']},",
-          f"{found['about']['ms_per_step_with_checksums']:.1f} ms a step")
+    print(f"{job.workers} ranks, {found['steps']} steps, density {job.density}, {found['device']}:",
+          f"losses {first['real']} -> {last['real']}")
     print(f"{found['num_compared']} losses, norms and checksums, and all tensors at the end:",
           f"{len(found['differences'])} DIFFERENCES: {found['differences'][:8]}" if found["differences"] else "the same bits", flush=True)
     if args.json:

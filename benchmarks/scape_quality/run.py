@@ -237,7 +237,7 @@ def side_by_side(runs: list[Run], eval_every: int, deadline: float, whole: bool 
             report(active, per_round)
         left = max((run.job.steps - run.row["step"] for run in active), default=0)
         # Dense steps of SCAPE's warm-up take longer than the others: at first the estimate is taken for less than it is.
-        trust = 0.85 + 0.15 * min(1.0, 5 * max((run.row["step"] / run.job.steps for run in active), default=0.0))
+        trust = 0.7 + 0.3 * min(1.0, 5 * max((run.row["step"] / run.job.steps for run in active), default=0.0))
         while active and (now > deadline or whole and len(active) > 1 and now + trust * left * per_round > deadline):
             per_round *= (len(active) - 1) / len(active)
             last = active.pop()

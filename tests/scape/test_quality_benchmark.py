@@ -11,7 +11,7 @@ from benchmarks.scape_quality import lane, picture, run, text, verify, workers
 from benchmarks.scape_quality.model import Model, Shape, losses
 from benchmarks.scape_quality.threads import Ranks, ThreadTransport
 from tests.helpers.bits import assert_same_bits
-from tests.helpers.ranks import assert_ok
+from tests.helpers.ranks import assert_ok, case_names
 from tests.scape.flow_helpers import Problem, compare
 from tests.scape.stream_recorder import Recorder
 
@@ -219,10 +219,9 @@ def test_density_1_is_dense_adams_but_for_the_wire():
         assert_same_bits(scape.copies, dense.copies, "copies")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_real_run_matches_its_simulation(world_size):
-    case = "case_a_real_run_matches_its_simulation"
-    assert_ok("tests.scape.quality_cases", (case,), world_size, case)
+@pytest.mark.parametrize("case", case_names("tests.scape.quality_cases"))
+def test_real_runs(case):
+    assert_ok("tests.scape.quality_cases", case_names("tests.scape.quality_cases"), 2, case)
 
 
 def test_places_take_every_token_once_an_epoch():

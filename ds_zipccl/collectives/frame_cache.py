@@ -14,13 +14,15 @@ import torch.distributed as dist
 from ds_zipccl.codec.codec import Codec, split_status
 from ds_zipccl.codec.format import OVERFLOW_BIT, SPILL_MASK, SPILL_SHIFT, SPILL_UNIT_BYTES
 from ds_zipccl.codec.integrity import CODECS
+from ds_zipccl.collectives import streams
 from ds_zipccl.collectives.cached import MakeOuts, Piece, PieceGather
 from ds_zipccl.collectives.cost import ONE_SIDED
 from ds_zipccl.collectives.fingerprint import fingerprint, fingerprint_bytes
-from ds_zipccl.collectives.frame_slot import CacheStats, Slot
+from ds_zipccl.collectives.frame_slot import CacheStats, Slot, place_of
 from ds_zipccl.collectives.frame_ways import OP, Ways
 from ds_zipccl.collectives.runtime import STATUS_BYTES, Runtime
-from ds_zipccl.collectives.symmetric import Row, SymmetricWork
+from ds_zipccl.collectives.symmetric import SymmetricWork
+from ds_zipccl.collectives.symmetric_plan import Row
 from ds_zipccl.errors import CollectiveError, FrameError
 from zipscape.errors import describe
 
@@ -41,10 +43,12 @@ class FrameCache:
         self.compares_on_host = device.type == "cpu"
         self._device, self._boundary = device, boundary
         self._pending: tuple | None = None
-        self._written = self._read = None           # GPU: events after the last encode, and after the last row was filled
+        # After the last write or encode, and after what a gather last read on its caller's stream; streams that wait for the former.
+        self._written, self._read, self._waiting = streams.Mark(device), streams.Mark(device), set()
         self._join_sent: Callable[[], None] | None = None           # the last one-sided gather, whose frames may be on their way still
         self._ways = Ways(runtime, group, device)
         self._mismatch: torch.Tensor | None = None  # GPU: bool per slot, read at the next refresh
+        self._has_compared = False                  # GPU: since the last gather began
 
     def add(self, slot: Slot) -> None:
         slot.index = len(self.slots)
@@ -92,6 +96,7 @@ class FrameCache:
         stale = [slot for slot in slots if slot.stale and slot.eligible and not self._left_out(slot)]
         if not stale:
             return
+        self._ways.forget()
         self.runtime.advance(self.group)            # messages are in the same order on every rank's side channel
         words = torch.zeros(len(stale) + 1, dtype=torch.int32, device=self._device)
         for i, slot in enumerate(stale):
@@ -124,6 +129,7 @@ class FrameCache:
         self._raise_for(mismatches)
 
     def _apply(self, slot: Slot, refused: bool, overflow: bool, need: int) -> None:
+        self._ways.forget()
         if refused:
             self._drop(slot, "max_cache_bytes")
             return
@@ -146,6 +152,7 @@ class FrameCache:
         return True
 
     def _drop(self, slot: Slot, reason: str) -> None:
+        self._ways.forget()
         slot.codec = slot.frame = slot.print = None
         slot.reason = reason
         self._hold(slot, 0)
@@ -168,29 +175,32 @@ class FrameCache:
         self.stats.held_bytes += num_bytes - slot.held_bytes
         slot.held_bytes = num_bytes
 
-    def _data(self, slot: Slot) -> torch.Tensor:
-        return slot.source().detach().to(self._device).view(-1)
+    def _data(self, source: torch.Tensor) -> torch.Tensor:
+        if source.device == self._device and source.dim() == 1 and not source.requires_grad:
+            return source
+        return source.detach().to(self._device).view(-1)
 
     def _encode(self, slot: Slot, codec: Codec, status: torch.Tensor) -> None:
         if slot.frame is None or slot.frame.numel() != codec.frame_bytes:
             slot.frame = torch.empty(codec.frame_bytes, dtype=torch.uint8, device=self._device)
-        self._wait_for(self._written)
-        self._wait_for(self._read)
+        self._wait_for_writes()
+        self._read.join()
         if self._join_sent is not None:
             self._join_sent()
-        data = self._data(slot)
+        source = slot.source()
+        data = self._data(source)
         codec.encode(data.view(1, -1), slot.frame.view(1, -1), status)
-        slot.codec, slot.dirty, slot.place = codec, False, slot.place_now()
+        slot.codec, slot.dirty, slot.place = codec, False, place_of(source)
         slot.print, slot.checked = fingerprint(data), self._boundary()
         self._used_here(slot.frame)
         self._note_write()
         self.stats.encodes += 1
 
-    def _bring_up_to_date(self, slot: Slot, way: str) -> None:
+    def _bring_up_to_date(self, slot: Slot, source: torch.Tensor, way: str) -> None:
         """Makes this rank's frame again if it isn't of the slot's present data, for a gather that goes ``way``."""
-        place = slot.place_now()
+        place = place_of(source)
         known = slot.dirty or slot.place[:2] != place[:2]
-        if not known and slot.place == place and self._unchanged(slot):
+        if not known and slot.place == place and self._unchanged(slot, source):
             return
         self.stats.repairs += 1
         if not known:
@@ -208,27 +218,28 @@ class FrameCache:
                 got=f"rank {self.group.rank()} of the group wrote it outside of optimizer.step",
                 todo="write it on all ranks with GatheredParameters(modifier_rank=...), or set cache_params to false"))
 
-    def _unchanged(self, slot: Slot) -> bool:
+    def _unchanged(self, slot: Slot, source: torch.Tensor) -> bool:
         if self.runtime.config.integrity == "roundtrip":
-            data = self._data(slot)
+            data = self._data(source)
             again = torch.empty_like(data)
             slot.codec.decode(slot.frame.view(1, -1), again.view(1, -1))
             return torch.equal(again.view(torch.uint8), data.view(torch.uint8))
         if not self.guard or slot.checked == self._boundary():
             return True
         slot.checked = self._boundary()
-        now = fingerprint(self._data(slot))
+        now = fingerprint(self._data(source))
         if self.compares_on_host:
             return torch.equal(now, slot.print)
         if self._mismatch is None:
             self._mismatch = torch.zeros(len(self.slots), dtype=torch.bool, device=self._device)
         self._used_here(slot.print)
+        self._has_compared = True
         self._mismatch[slot.index:slot.index + 1].logical_or_((now != slot.print).any())      # the host does not wait for it
         return True
 
     def _report_mismatches(self, word: torch.Tensor) -> None:
         if self._mismatch is not None:
-            self._wait_for(self._read)
+            self._read.join()
             word.copy_(torch.where(self._mismatch.any(), self._mismatch.int().argmax() + 1, 0))
             self._mismatch.zero_()
             self._note_write()
@@ -258,17 +269,19 @@ class FrameCache:
             return None
         self.runtime.advance(self.group)
         self.runtime.before_native(self.group, self._device)
-        self._wait_for(self._written)
+        self._wait_for_writes()
+        sources, self._has_compared = [slot.source() for slot in slots], False
         try:
             failure = None
-            for slot in slots:
+            for slot, source in zip(slots, sources, strict=True):
                 if slot.codec is not None:
-                    self._bring_up_to_date(slot, way)
+                    self._bring_up_to_date(slot, source, way)
         except FrameError as error:
             failure = error
-        gather, row = self._launch(slots, make_outs, way)
-        if self._device.type == "cuda":
-            self._read = torch.cuda.current_stream(self._device).record_event()
+        gather, row = self._launch(slots, sources, make_outs, way)
+        if way != ONE_SIDED or self._has_compared:
+            self._read.set()
+        if way != ONE_SIDED:                        # else the transport keeps them
             for slot in slots:
                 self._used_here(slot.frame)
         if failure is not None:
@@ -276,16 +289,18 @@ class FrameCache:
         self._count(slots, row, way)
         return gather
 
-    def _launch(self, slots: list[Slot], make_outs: MakeOuts, way: str) -> tuple[PieceGather | SymmetricWork, int]:
+    def _launch(self, slots: list[Slot], sources: list[torch.Tensor], make_outs: MakeOuts,
+                way: str) -> tuple[PieceGather | SymmetricWork, int]:
         """(the gather, how many bytes it sends to each peer)"""
         if way == ONE_SIDED:
             self.runtime.state(self.group, self._device).settle()           # resends must be queued before what waits for peers
-            rows = [Row(self._data(s), out, s.geometry(), s.frame, as_it_is=s.kind()[2])
-                    for s, out in zip(slots, make_outs(), strict=True) if s.numel]
+            rows = [Row(self._data(source), out, kind[0], s.frame, kind[2])
+                    for s, source, out, kind in zip(slots, sources, make_outs(), self._ways.kinds(slots), strict=True) if s.numel]
             work = self._ways.transport.gather_rows(rows)
             self._join_sent = work.join
             return work, work.sent_bytes // (self.group.size() - 1)
-        gather = PieceGather([Piece(self._data(s), s.frame, s.codec) for s in slots], make_outs, self.group, self.runtime.workspace)
+        pieces = [Piece(self._data(source), s.frame, s.codec) for s, source in zip(slots, sources, strict=True)]
+        gather = PieceGather(pieces, make_outs, self.group, self.runtime.workspace)
         return gather, gather.row_bytes
 
     def _count(self, slots: list[Slot], row: int, way: str) -> None:
@@ -307,14 +322,16 @@ class FrameCache:
     # -- streams
 
     def _note_write(self) -> None:
-        if self._device.type == "cuda":
-            self._written = torch.cuda.current_stream(self._device).record_event()
+        self._written.set()
+        self._waiting.clear()
 
     def _used_here(self, tensor: torch.Tensor | None) -> None:
         """Dropping it must wait for what is queued now: frames are made, sent and compared on different streams."""
         if tensor is not None and tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(self._device))
 
-    def _wait_for(self, event) -> None:
-        if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+    def _wait_for_writes(self) -> None:
+        stream = streams.current(self._device)
+        if stream not in self._waiting:
+            self._written.join()
+            self._waiting.add(stream)

@@ -80,6 +80,7 @@ class Slot:
         on_the_way = self.codec is None and self.reason == "max_cache_bytes"
         return self.geometry(), on_the_way, self.codec is None and not on_the_way
 
-    def place_now(self) -> tuple:
-        source = self.source()
-        return source.device, source.data_ptr(), 0 if source.is_inference() else source._version
+
+def place_of(source: torch.Tensor) -> tuple:
+    """Where a slot's data is, and its version."""
+    return source.device, source.data_ptr(), 0 if source.is_inference() else source._version

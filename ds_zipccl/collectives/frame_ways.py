@@ -1,21 +1,39 @@
 """How kept frames (frame_cache.py) are gathered: natively without them, over the process group, or over symmetric memory. All ranks come to
 the same answer, without talking."""
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from ds_zipccl.codec.codec import Codec
-from ds_zipccl.collectives import all_gather, switch
+from ds_zipccl.collectives import all_gather, streams, switch
 from ds_zipccl.collectives.cached import PieceGather, row_bytes, trial_frames
 from ds_zipccl.collectives.cost import MIN_GAIN, NATIVE, ONE_SIDED, ZIPPED
 from ds_zipccl.collectives.frame_slot import Slot
 from ds_zipccl.collectives.one_sided import ranges_of_row
 from ds_zipccl.collectives.registry import Call
 from ds_zipccl.collectives.runtime import Runtime
-from ds_zipccl.collectives.symmetric import Row, SymmetricTransport
+from ds_zipccl.collectives.symmetric import SymmetricTransport
+from ds_zipccl.collectives.symmetric_plan import Row
 
 OP = all_gather.SPEC.name
+MAX_SETS = 4096             # of slots that are gathered together
+
+
+@dataclass
+class _Set:
+    """What is known of slots that are gathered together, while their layouts stay. ``against``: why they are not worth their frames,
+    whatever the way; ``whole_bytes``: natively; ``row_bytes``: of a rank, with frames; ``ratio``: of raw bytes to these; ``kinds``:
+    ``Slot.kind`` of each; ``has_room``: in ``transport``."""
+    against: str | None
+    whole_bytes: int
+    row_bytes: int
+    ratio: float
+    kinds: list[tuple]
+    is_level_1: bool
+    transport: SymmetricTransport | None = None
+    has_room: bool = False
 
 
 class Ways:
@@ -27,6 +45,7 @@ class Ways:
         self.against: str | None = None             # why the last gather that was to go one-sided does not
         self._runtime, self._group, self._device = runtime, group, device
         self._examples: dict[torch.dtype, Call] = {}
+        self._sets: dict[tuple[Slot, ...], _Set] = {}
 
     @property
     def level(self) -> int:
@@ -35,28 +54,50 @@ class Ways:
 
     def choose(self, slots: list[Slot]) -> tuple[str, str | None]:
         """(ZIPPED or ONE_SIDED: with their frames, None), or (NATIVE, why these slots are better gathered without)."""
+        known = self._known(slots)
+        if known.against is not None:
+            return NATIVE, known.against
+        if self._device.type == "cuda" and streams.is_capturing():
+            return NATIVE, "graph_capture"
+        way = self._fastest(slots, known)
+        if way == NATIVE:
+            return NATIVE, "native_is_faster"
+        too_much = way == ZIPPED and self._group.size() * known.row_bytes > self._runtime.config.max_workspace_bytes
+        return (NATIVE, "max_workspace_bytes") if too_much else (way, None)
+
+    def forget(self) -> None:
+        """What is known of slots together: their layouts, or reasons, may change."""
+        self._sets.clear()
+
+    def kinds(self, slots: list[Slot]) -> list[tuple]:
+        """``Slot.kind`` of each."""
+        return self._known(slots).kinds
+
+    def _known(self, slots: list[Slot]) -> "_Set":
+        key = tuple(slots)
+        known = self._sets.get(key)
+        if known is None:
+            if len(self._sets) >= MAX_SETS:
+                self._sets.clear()
+            known = self._sets[key] = self._look_at(slots)
+        return known
+
+    def _look_at(self, slots: list[Slot]) -> "_Set":
         config, size = self._runtime.config, self._group.size()
         framed = [slot for slot in slots if slot.may_have_frame]
         raw = sum(slot.raw_bytes for slot in slots)
         row = row_bytes(sum(s.frame_bytes() for s in framed), sum(s.raw_bytes for s in slots if s not in framed))
-        if not framed:
-            return NATIVE, slots[0].reason
-        if size * raw < max(config.min_bytes, 1):
-            return NATIVE, "min_bytes"
-        if row >= raw:
-            return NATIVE, "no_gain"
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return NATIVE, "graph_capture"
-        way = self._fastest(slots, size * raw, raw / row)
-        if way == NATIVE:
-            return NATIVE, "native_is_faster"
-        return (NATIVE, "max_workspace_bytes") if way == ZIPPED and size * row > config.max_workspace_bytes else (way, None)
+        against = (slots[0].reason if not framed else "min_bytes" if size * raw < max(config.min_bytes, 1)
+                   else "no_gain" if row >= raw else None)
+        return _Set(against, size * raw, row, raw / row if row else 1.0, [slot.kind() for slot in slots],
+                    all(slot.codec is None or slot.codec.geometry.level == 1 for slot in slots))
 
-    def _fastest(self, slots: list[Slot], whole_bytes: int, ratio: float) -> str:
+    def _fastest(self, slots: list[Slot], known: "_Set") -> str:
+        whole_bytes, ratio = known.whole_bytes, known.ratio
         router, call, self.against = self._runtime.router, self._example(slots[0].dtype), None
         if router.wanted:
             self.transport, self.against = router.for_rows(call, self._state)
-            self.against = self.against or self._reason_against(slots)
+            self.against = self.against or self._reason_against(known)
             if self.against is None:
                 return ONE_SIDED
         natively = switch.may_go_native(all_gather.SPEC, self._runtime.config)
@@ -67,7 +108,7 @@ class Ways:
             self.transport = None if measured.costs.one_sided is None else router.for_rows(call, self._state)[0]
         way = measured.way(whole_bytes, ratio, natively=natively)
         if way == ONE_SIDED:
-            self.against = self._reason_against(slots)
+            self.against = self._reason_against(known)
             if self.against is not None:
                 way = ZIPPED if not natively or measured.gains(whole_bytes, ratio)[ZIPPED] > MIN_GAIN else NATIVE
         return way
@@ -84,11 +125,14 @@ class Ways:
     def _state(self):
         return self._runtime.state(self._group, self._device)
 
-    def _reason_against(self, slots: list[Slot]) -> str | None:
+    def _reason_against(self, known: "_Set") -> str | None:
         """Why these slots cannot go over the transport that the group has."""
-        if any(slot.codec is not None and slot.codec.geometry.level != 1 for slot in slots):
+        if not known.is_level_1:
             return "level"                          # until they are encoded again
-        return None if self.transport.has_room(tuple(slot.kind() for slot in slots if slot.numel)) else "small_memory"
+        if known.transport is not self.transport:
+            known.transport = self.transport
+            known.has_room = self.transport.has_room(tuple(kind for kind in known.kinds if kind[0].numel))
+        return None if known.has_room else "small_memory"
 
     # -- measured with frames made beforehand
 

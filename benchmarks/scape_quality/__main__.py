@@ -30,7 +30,7 @@ from zipscape.machine import write_json
 
 #: The most important first. dense_warmup_steps: a share of all. Learning rates: those with the least loss on the part "tune".
 ROWS = {"adams": dict(optimizer="adams", lr=5e-4),
-        "scape90": dict(optimizer="scape", lr=5e-4, density=0.1),
+        "scape90": dict(optimizer="scape", lr=2.5e-4, density=0.1),
         "scape99_warm": dict(optimizer="scape", lr=5e-4, density=0.01, dense_warmup_steps=0.05),
         "adamw": dict(optimizer="adamw", lr=2e-3),
         "scape99": dict(optimizer="scape", lr=2.5e-4, density=0.01),

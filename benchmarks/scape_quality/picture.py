@@ -51,7 +51,8 @@ def table(rows: list[dict]) -> str:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Training loss and loss on held-out files by step, of the chosen learning rates; one colour a kind of run, dashed for even seeds."""
+    """Of the chosen learning rates, by step: training loss, loss on held-out files, and the latter less dense AdamS's of the same seed.
+    One colour a kind of run, dashed for even seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -59,19 +60,29 @@ def plot(rows: list[dict], path: Path) -> None:
 
     best = chosen(rows)
     rows = [row for row in rows if best.get(row["job"]["name"]) == row["job"]["lr"]]
-    figure, axes = pyplot.subplots(1, 2, figsize=(12, 5))
-    names = sorted({row["job"]["name"] for row in rows})
+    dense = {(row["job"]["seed"], point["step"]): point["report"]["loss"] for row in rows if row["job"]["name"] == "adams"
+             for point in row["curve"]}
+    figure, axes = pyplot.subplots(1, 3, figsize=(17, 5))
+    names, late = sorted({row["job"]["name"] for row in rows}), [0.0]
     for row in rows:
-        steps, number = [point["step"] for point in row["curve"]], names.index(row["job"]["name"])
-        label = row["job"]["name"] if row is next(r for r in rows if r["job"]["name"] == row["job"]["name"]) else None
-        style = dict(color=f"C{number % 10}", linestyle="-" if row["job"]["seed"] % 2 else "--", linewidth=1.2, label=label)
-        axes[0].plot(steps, [point["train"] for point in row["curve"]], **style)
-        axes[1].plot(steps, [point["report"]["loss"] for point in row["curve"]], **style)
-    for axis, title in zip(axes, ("training loss (mean since the point before)", "loss on held-out files"), strict=True):
+        job, curve = row["job"], row["curve"]
+        label = job["name"] if row is next(r for r in rows if r["job"]["name"] == job["name"]) else None
+        style = dict(color=f"C{names.index(job['name']) % 10}", linestyle="-" if job["seed"] % 2 else "--", linewidth=1.2, label=label)
+        steps, report = [point["step"] for point in curve], [point["report"]["loss"] for point in curve]
+        axes[0].plot(steps, [point["train"] for point in curve], **style)
+        axes[1].plot(steps, report, **style)
+        bases = [dense.get((job["seed"], step)) for step in steps]
+        against = [(step, loss - base) for step, loss, base in zip(steps, report, bases, strict=True) if base is not None]
+        axes[2].plot([step for step, _ in against], [gap for _, gap in against], **style)
+        late += [gap for step, gap in against if step >= 0.2 * job["steps"]]
+    axes[2].set_ylim(min(late) - 0.005, max(late) + 0.005)
+    titles = "training loss (mean since the point before)", "loss on held-out files", "loss on held-out files less dense AdamS's"
+    for axis, title in zip(axes, titles, strict=True):
         axis.set(title=title, xlabel="step", ylabel="nats per token")
         axis.grid(alpha=0.3)
-        axis.set_ylim(top=min(5.0, axis.get_ylim()[1]))
         axis.legend(fontsize=7)
+    for axis in axes[:2]:
+        axis.set_ylim(top=min(5.0, axis.get_ylim()[1]))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

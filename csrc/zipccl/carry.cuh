@@ -2,9 +2,10 @@
 // into the peers' slots, piece by piece, and others decode what peers write here as it comes. The host launches both as one kernel, or, where
 // a call has several messages, each on its own stream; what else it would queue, waits, words, this rank's own row, is done inside.
 //
-// A piece is a tile, or what all tiles need: the header and the pools (or, of a raw row, the word that says so). Each has a word of its own
-// in the memory of the one who waits, so nobody counts. Senders come first in the grid and wait for nobody; receivers are as few as keep up
-// with the links, so that what they wait for, and others' kernels, find room beside them.
+// A message has one or several frames, of parts of one call. A piece is a tile, or what all tiles of a frame need: the header and the pools
+// (or, of a raw row, the word that says so). Each has a word of its own in the memory of the one who waits, so nobody counts. Senders come
+// first in the grid and wait for nobody; receivers are as few as keep up with the links, so that what they wait for, and others' kernels,
+// find room beside them.
 #ifndef ZIPCCL_CARRY_CUH
 #define ZIPCCL_CARRY_CUH
 
@@ -13,11 +14,12 @@
 namespace zipscape {
 
 constexpr u32 kCarryWarps = 4;
-constexpr u32 kMaxTiles = 1024;                            // of a message
-constexpr u32 kPieceWords = kMaxTiles + 8;                 // of a lane and rank
+constexpr u32 kMaxFrames = 5;                              // of a message: as many as kernels take arguments for
+constexpr u32 kMaxPieces = 4096 + kMaxFrames;
+constexpr u32 kPieceWords = 4104;                          // of a lane and rank: kMaxPieces, aligned
 constexpr u64 kPiecesBytes = (u64)kNumLanes * kMaxRanks * kPieceWords * sizeof(u64);
 
-// Behind the words of whole messages. Piece 0 is what all tiles need; tile t is piece 1 + t.
+// Behind the words of whole messages.
 __device__ __host__ __forceinline__ u64* piece_word(u8* memory, u32 lane, u32 from, u32 piece) {
     return (u64*)(memory + kWordsBytes) + (lane * kMaxRanks + from) * kPieceWords + piece;
 }
@@ -28,15 +30,32 @@ struct OwnCopy {
     i64 num_bytes;
 };
 
+// One frame of a message to each peer, and of one from each. `call` as for decode and decode_reduce. The first of its pieces is what all its
+// tiles need. The frames and rows for rank r are r strides further.
+struct CarriedFrame {
+    Call call;
+    const u8 *frames, *rows;
+    i64 frame_stride, row_stride, raw_bytes, slot;         // slot: in the peers' memory
+    i64 as_it_is;                                          // there is no frame
+    OwnCopy own;                                           // of receivers
+    i64 first_piece;
+};
+
 // Grid: `num_senders` CTAs, or none, that send message t.sent, then those, or none, that receive message t.wanted, if both the same one.
-// `call` as for decode and decode_reduce.
 struct Carried {
     Turn t;
-    Call call;
-    OwnCopy own;                                           // of receivers
-    u32 num_senders;
+    u32 num_frames, num_pieces, num_senders;
     u32 *tickets, *num_ended;                              // of the lane's senders, of receivers: zero before and after
+    CarriedFrame frames[kMaxFrames];
 };
+static_assert(sizeof(Carried) <= 4096, "arguments of a kernel");
+
+// The frame that a piece belongs to.
+__device__ __forceinline__ u32 frame_of(const Carried& m, u32 piece) {
+    u32 i = 0;
+    while (i + 1 < m.num_frames && piece >= m.frames[i + 1].first_piece) i++;
+    return i;
+}
 
 // All threads of the CTA; `to` is aligned to 16 bytes.
 __device__ __forceinline__ void copy_piece(u8* to, const u8* from, i64 num_bytes) {
@@ -67,21 +86,22 @@ __device__ __forceinline__ void copy_piece(u8* to, const u8* from, i64 num_bytes
 // Piece `piece` of the message to `peer`.
 __device__ __forceinline__ void send_piece(const Carried& m, u32 piece, u32 peer) {
     const Turn& t = m.t;
-    const ZipcclGeometry& g = m.call.g;
-    const u8 *frame = t.frames + peer * t.frame_stride, *row = t.rows + peer * t.row_stride;
-    u8* slot = t.memory[peer] + t.slot;
-    const bool is_raw = t.as_it_is || (((const u32*)frame)[kStatusOffset / 4] & kOverflowBit);
-    const i64 raw_tile = 32 * kBlockElems * g.itemsize, tile = (i64)piece - 1;
-    if (piece && is_raw) {
-        const i64 at = tile * raw_tile, left = t.raw_bytes - at;
+    const CarriedFrame& f = m.frames[frame_of(m, piece)];
+    const ZipcclGeometry& g = f.call.g;
+    const u8 *frame = f.frames + peer * f.frame_stride, *row = f.rows + peer * f.row_stride;
+    u8* slot = t.memory[peer] + f.slot;
+    const bool is_raw = f.as_it_is || (((const u32*)frame)[kStatusOffset / 4] & kOverflowBit);
+    const i64 raw_tile = 32 * kBlockElems * g.itemsize, tile = (i64)piece - f.first_piece - 1;
+    if (tile >= 0 && is_raw) {
+        const i64 at = tile * raw_tile, left = f.raw_bytes - at;
         copy_piece(slot + kHeaderBytes + at, row + at, left < raw_tile ? left : raw_tile);
-    } else if (piece) {
+    } else if (tile >= 0) {
         const i64 at = g.tiles_offset + tile * g.tile_bytes, left = g.pools_offset - at;
         copy_piece(slot + at, frame + at, left < g.tile_bytes ? left : g.tile_bytes);
     } else if (is_raw) {
         if (threadIdx.x == 0) {
             *(volatile u32*)(slot + kStatusOffset) = kOverflowBit;
-            if (!t.as_it_is) *(volatile u32*)(t.overflows + (peer + t.num_ranks - 1 - t.rank) % t.num_ranks) += 1;
+            if (!f.as_it_is) atomicAdd(t.overflows + (peer + t.num_ranks - 1 - t.rank) % t.num_ranks, 1);
         }
     } else {
         copy_piece(slot, frame, g.tiles_offset);
@@ -93,10 +113,10 @@ __device__ __forceinline__ void send_piece(const Carried& m, u32 piece, u32 peer
     store_release(piece_word(t.memory[peer], t.sent_lane, t.rank, piece), t.sent);
 }
 
-// Tile by tile, in turns to all peers. Who has time takes the next one: it is enough that one of the senders runs.
+// Piece by piece, in turns to all peers. Who has time takes the next one: it is enough that one of the senders runs.
 __device__ __forceinline__ void send_pieces(const Carried& m) {
     __shared__ u32 tickets[2];
-    const u32 num_peers = m.t.num_ranks - 1, num_jobs = ((u32)m.call.g.num_tiles + 1) * num_peers;
+    const u32 num_peers = m.t.num_ranks - 1, num_jobs = m.num_pieces * num_peers;
     if (threadIdx.x == 0) tickets[0] = atomicAdd(m.tickets, 1);
     __syncthreads();
     u32 job;
@@ -121,35 +141,51 @@ struct CarriedFrames {
 
 enum { kGather, kSumOfTwo, kSumOfMany };
 
-// The receivers: first this rank's own row, for nothing else is there yet; then group by group of kCarryWarps blocks, all peers' of a tile
+// The receivers: first this rank's own rows, for nothing else is there yet; then group by group of kCarryWarps blocks, all peers' of a tile
 // before the next tile's. The last of them tells everybody that the message is read.
 template <class L, u32 kRows, u32 kWhat>
 __device__ __forceinline__ void receive_pieces(const Carried& m) {
     constexpr u32 kGroups = 32 / kCarryWarps;              // of a tile
-    __shared__ u32 raw[kMaxRanks];
+    __shared__ u32 raw[kMaxRanks];                         // of the frames that are being decoded
     __shared__ bool is_last;
     const Turn& t = m.t;
-    const Call& c = m.call;
     const u32 first = blockIdx.x - m.num_senders, num_ctas = gridDim.x - m.num_senders, r = threadIdx.x;
     const bool is_peer = r < t.num_ranks && r != t.rank;
-    copy_bytes(m.own.to, m.own.from, m.own.num_bytes, (i64)first * blockDim.x + r, (i64)num_ctas * blockDim.x);
-    if (is_peer) {
-        await_piece(t, r, 0);
-        raw[r] = load_acquire((const u32*)(c.frames + r * c.frame_stride + kStatusOffset)) / kOverflowBit & 1;
+#pragma unroll 1
+    for (u32 i = 0; i < m.num_frames; i++) {
+        const OwnCopy& own = m.frames[i].own;
+        copy_bytes(own.to, own.from, own.num_bytes, (i64)first * blockDim.x + r, (i64)num_ctas * blockDim.x);
     }
-    const CarriedFrames frames = {&c, raw};
-    const u32 num_peers = kWhat == kGather ? t.num_ranks - 1 : 1, num_jobs = (u32)c.g.num_tiles * kGroups * num_peers;
+    const u32 num_peers = kWhat == kGather ? t.num_ranks - 1 : 1;
+    const u32 num_jobs = (m.num_pieces - m.num_frames) * kGroups * num_peers;
+    u32 current = kMaxFrames, tiles_end = 0, tiles_before = 0;
 #pragma unroll 1
     for (u32 job = first; job < num_jobs; job += num_ctas) {
-        const u32 tile = job / (kGroups * num_peers), group = tile * kGroups + job % kGroups;
-        __syncthreads();                                   // `raw` is there; what is in shared memory of the group before is used up
+        const u32 place = job / (kGroups * num_peers);     // of the tile, in the message
+        __syncthreads();                                   // what is in shared memory of the group before is used up
+        if (place >= tiles_end) {
+            if (current == kMaxFrames) current = 0;
+            for (;; current++) {
+                tiles_before = (u32)m.frames[current].first_piece - current;
+                tiles_end = tiles_before + (u32)m.frames[current].call.g.num_tiles;
+                if (place < tiles_end) break;
+            }
+            const Call& c = m.frames[current].call;
+            if (is_peer) {
+                await_piece(t, r, (u32)m.frames[current].first_piece);
+                raw[r] = load_acquire((const u32*)(c.frames + r * c.frame_stride + kStatusOffset)) / kOverflowBit & 1;
+            }
+        }
+        const Call& c = m.frames[current].call;
+        const CarriedFrames frames = {&c, raw};
+        const u32 piece = place + current + 1, group = (place - tiles_before) * kGroups + job % kGroups;
         if constexpr (kWhat == kGather) {
             const u32 row = (u32)row_of(c, job / kGroups % num_peers);
-            if (r == 0) await_piece(t, row, 1 + tile);
+            if (r == 0) await_piece(t, row, piece);
             __syncthreads();
             receive_group<L, kCarryWarps>(c, frames.frame(row), raw[row] != 0, c.out + row * c.row_stride, group);
         } else {
-            if (is_peer) await_piece(t, r, 1 + tile);
+            if (is_peer) await_piece(t, r, piece);
             __syncthreads();
             decode_reduce_blocks<L, kCarryWarps, kRows, kWhat == kSumOfTwo>(c, frames, group);
         }

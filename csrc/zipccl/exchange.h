@@ -27,7 +27,7 @@ struct Place {
 // sum `out` in rank order with `own`, this rank's row (null: no sum). `num_lanes` > 0: frames are made here and moved by the copy engines,
 // on so many streams (1 or 2) in turns; 0: encode writes them to the peers. `made`: the parts' frames, null where there is none (or for all).
 // `places`: of the parts, instead of rows, out and the copy, which is then each part's (or null). `num_senders` > 0: kernels with so many
-// CTAs carry the messages, and `num_receivers` decode (carry.cuh; num_lanes > 0 then); parts of more than kMaxTiles go as if it were 0.
+// CTAs carry the messages, and `num_receivers` decode (carried.h; num_lanes > 0 then).
 struct Exchange {
     const u8* rows;
     i64 row_stride;
@@ -56,8 +56,8 @@ constexpr i64 kManyMessages = 16;
 struct Message {
     i64 number, offset;
     const Part* part;
-    Turn announcement;
-    OwnCopy own;                           // of a message that is carried: beside it
+    i64 num_parts;                         // one, unless it is carried
+    Turn announcement;                     // unless it is carried
 };
 
 struct Engine {
@@ -72,8 +72,8 @@ struct Engine {
     cudaEvent_t made, step, moved[kNumLanes], done[kNumDone];
 
     Exchange x;                                            // the call that is being queued
-    u32 next;
-    bool has_place, is_carried, is_moving[kNumLanes], is_behind[kNumLanes];          // is_behind: of what was queued on the caller's stream
+    i64 next;
+    bool has_place, is_chain, is_carried, is_moving[kNumLanes], is_behind[kNumLanes];          // is_behind: of what was queued on the caller's stream
     i64 before, num_calls;
     Message place;
     std::deque<Message> waiting;
@@ -84,15 +84,44 @@ struct Engine {
     // What rows of `stride` bytes for the ranks count from. Of two ranks only the other one has a place; else each, this one's left empty.
     i64 row_0(i64 offset, i64 stride) const { return num_ranks() == 2 ? offset - (1 - rank()) * stride : offset; }
     i64 own_row(i64 offset, i64 stride) const { return num_ranks() == 2 ? offset : offset + rank() * stride; }
-    // A call in one part is a chain on one stream, where it costs the least time of the host. Parts use all there is.
-    bool is_chain() const { return x.num_parts == 1; }
+    // is_chain: a call in one message is a chain on one stream, where it costs the least time of the host. Several use all there is.
     Place place_of(const Part* p) const {
         return x.places ? x.places[p - x.parts] : Place{x.rows + p->start, x.out + p->start, x.out_stride};
     }
     bool has_frames(const Part* p) const { return x.num_lanes && !p->as_it_is && !(x.made && x.made[p - x.parts]); }
+    i64 region_bytes(const Part* p) const {
+        return p->num_slots * p->slot_bytes + (has_frames(p) ? p->num_frames * p->frame_stride : 0);
+    }
     bool has_copies() const { return x.places || x.copy_bytes; }
-    u32 lane_of(i64 message) const { return is_chain() ? (u32)kChain : x.num_lanes > 1 ? (u32)(message % 2) : (u32)kPush0; }
+    u32 lane_of(i64 message) const { return is_chain ? (u32)kChain : x.num_lanes > 1 ? (u32)(message % 2) : (u32)kPush0; }
 };
+
+// This rank's own row to its place, this part of it.
+inline OwnCopy own_copy(const Engine* e, const Part* p) {
+    const Exchange& x = e->x;
+    OwnCopy c = {x.copy_to + p->start, x.copy_from + p->start, x.copy_bytes ? p->raw_bytes : 0};
+    if (x.places) {
+        const Place at = e->place_of(p);
+        c = {at.out + e->rank() * at.out_stride, at.row, p->raw_bytes};
+    }
+    if (c.to == c.from) c.num_bytes = 0;
+    return c;
+}
+
+inline bool is_aligned_copy(const OwnCopy& c) { return ((size_t)c.to | (size_t)c.from) % 16 == 0; }
+
+// The call of the codec's for a part, where frames are at `frames`, `frame_stride` further for each rank.
+inline Call reception_of(const Engine* e, const Part* p, const u8* frames, i64 frame_stride) {
+    const Exchange& x = e->x;
+    const Place at = e->place_of(p);
+    Call c = {};
+    memcpy(&c.g, p->geometry, sizeof c.g);
+    memcpy(c.header, (const u8*)p->geometry + sizeof c.g, sizeof c.header);
+    c.frames = (u8*)frames, c.frame_stride = frame_stride;
+    c.x = x.own ? x.own + p->start : nullptr, c.out = at.out, c.row_stride = at.out_stride;
+    c.num_rows = e->num_ranks(), c.skip = e->rank(), c.status = e->nothing.errors;
+    return c;
+}
 
 }  // namespace zipscape
 

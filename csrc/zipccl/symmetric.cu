@@ -3,13 +3,14 @@
 // Launchers queue and return a cudaError_t; none waits. An Engine knows the ranks' symmetric memory and owns the streams beside the
 // caller's. One call queues a whole collective: the host's time is that of its launches. Numbers of messages and their places follow from
 // the calls that were made, so they are the same on every rank.
-#include "exchange.h"
+#include "carried.h"
 
 #include <new>
 
 using namespace zipscape;
+using namespace zipscape::carrying;
 
-constexpr u32 kWarps = 4, kDecodeCtas = 16, kSumCtas = 5, kSum2Ctas = 10, kSumRows = 4, kCarryCtas = 8;
+constexpr u32 kWarps = 4, kDecodeCtas = 16, kSumCtas = 5, kSum2Ctas = 10, kSumRows = 4;
 constexpr u32 kAnnounceCtas = 16;                          // an announcement copies only where frames overflow
 #ifdef ZIPSCAPE_EMULATE
 constexpr u32 kCopyThreads = kMaxRanks;
@@ -31,18 +32,6 @@ constexpr u32 kOwnCtas = 32;                               // few: encode and de
 ZIPCCL_RECEIVERS(Bf16, bf16)
 ZIPCCL_RECEIVERS(Fp16, fp16)
 ZIPCCL_RECEIVERS(Fp32, fp32)
-
-#define ZIPCCL_CARRIER(name, F, ctas, rows, what)                                                                               \
-    extern "C" __global__ void __launch_bounds__(kCarryWarps * 32, (ctas) * 2 / F::kItem) name(const __grid_constant__ Carried m) { \
-        carry<DecodeLevel1<F>, rows, what>(m);                                                                                  \
-    }
-#define ZIPCCL_CARRIERS(F, dtype)                                              \
-    ZIPCCL_CARRIER(zipccl_carry_##dtype, F, kCarryCtas, 1, kGather)            \
-    ZIPCCL_CARRIER(zipccl_carry_sum2_##dtype, F, kCarryCtas, 1, kSumOfTwo)     \
-    ZIPCCL_CARRIER(zipccl_carry_sum_##dtype, F, kSumCtas, kSumRows, kSumOfMany)
-ZIPCCL_CARRIERS(Bf16, bf16)
-ZIPCCL_CARRIERS(Fp16, fp16)
-ZIPCCL_CARRIERS(Fp32, fp32)
 
 extern "C" __global__ void __launch_bounds__(kCopyThreads) zipccl_turn(const __grid_constant__ Turn t) { take_turn(t); }
 
@@ -78,85 +67,16 @@ int claim(Engine* e) {
     return launch_turn(t, e->x.stream);
 }
 
-// This rank's own row to its place, this part of it.
-OwnCopy own_copy(const Engine* e, const Part* p) {
-    const Exchange& x = e->x;
-    OwnCopy c = {x.copy_to + p->start, x.copy_from + p->start, x.copy_bytes ? p->raw_bytes : 0};
-    if (x.places) {
-        const Place at = e->place_of(p);
-        c = {at.out + e->rank() * at.out_stride, at.row, p->raw_bytes};
-    }
-    if (c.to == c.from) c.num_bytes = 0;
-    return c;
-}
-
-bool is_aligned_copy(const OwnCopy& c) { return ((size_t)c.to | (size_t)c.from) % 16 == 0; }
-
-// With the first part all of it, or each part's.
+// This rank's own row to its place: with the first part all of it, or each part's.
 int copy_own(Engine* e, const Part* p) {
     OwnCopy c = own_copy(e, p);
     if (!e->x.places && c.num_bytes) c.num_bytes = e->next ? 0 : e->x.copy_bytes;
     if (!c.num_bytes) return 0;
-    cudaStream_t stream = e->is_chain() ? e->x.stream : e->streams[kOwn];
+    cudaStream_t stream = e->is_chain ? e->x.stream : e->streams[kOwn];
     if (!is_aligned_copy(c)) return copy(c.to, c.from, c.num_bytes, stream);
     const i64 needed = (c.num_bytes / 64 + kCopyThreads) / kCopyThreads;
     ZIPCCL_LAUNCH(zipccl_copy_own, dim3(needed < kOwnCtas ? (u32)needed : kOwnCtas), kCopyThreads, stream, c);
     return last_error();
-}
-
-// The call of the codec's for a part, on arrival.
-Call reception_of(const Engine* e, const Part* p, const Turn& t) {
-    const Exchange& x = e->x;
-    const Place at = e->place_of(p);
-    Call c = {};
-    memcpy(&c.g, p->geometry, sizeof c.g);
-    memcpy(c.header, (const u8*)p->geometry + sizeof c.g, sizeof c.header);
-    c.frames = (u8*)t.arrivals, c.frame_stride = t.arrival_stride;
-    c.x = x.own ? x.own + p->start : nullptr, c.out = at.out, c.row_stride = at.out_stride;
-    c.num_rows = e->num_ranks(), c.skip = e->rank(), c.status = t.errors;
-    return c;
-}
-
-int launch_carried(Engine* e, const Message& m, const Turn& t, i64 num_senders, i64 num_receivers, cudaStream_t stream) {
-    Carried c = {};
-    c.t = t, c.call = reception_of(e, m.part, t), c.own = m.own;
-    c.num_ended = e->counters + kNumLanes * kMaxRanks, c.tickets = c.num_ended + 1 + t.sent_lane;
-    const i64 num_peers = e->num_ranks() - 1, num_tiles = c.call.g.num_tiles;
-    const i64 pieces = (num_tiles + 1) * num_peers, groups = num_tiles * (32 / kCarryWarps) * (e->x.own ? 1 : num_peers);
-    if (num_senders > pieces) num_senders = pieces;
-    if (num_receivers > groups) num_receivers = groups;
-    c.num_senders = (u32)num_senders;
-    const dim3 grid((u32)(num_senders + num_receivers));
-#define ZIPCCL_CARRY(dtype)                                                                                        \
-    if (e->x.own && num_peers == 1) ZIPCCL_LAUNCH(zipccl_carry_sum2_##dtype, grid, kCarryWarps * 32, stream, c);  \
-    else if (e->x.own) ZIPCCL_LAUNCH(zipccl_carry_sum_##dtype, grid, kCarryWarps * 32, stream, c);                \
-    else ZIPCCL_LAUNCH(zipccl_carry_##dtype, grid, kCarryWarps * 32, stream, c);
-    if (c.call.g.dtype_code == Bf16::kCode) {
-        ZIPCCL_CARRY(bf16)
-    } else if (c.call.g.dtype_code == Fp16::kCode) {
-        ZIPCCL_CARRY(fp16)
-    } else {
-        ZIPCCL_CARRY(fp32)
-    }
-    return last_error();
-}
-
-// The rest of send where kernels carry. `queued`: something that its lane must wait for is on the caller's stream.
-int send_carried(Engine* e, bool queued) {
-    const Exchange& x = e->x;
-    Message& m = e->place;
-    const u32 lane = m.announcement.sent_lane;
-    m.own = own_copy(e, m.part);
-    if (m.own.num_bytes && !is_aligned_copy(m.own)) {
-        ZIPCCL_TRY(copy(m.own.to, m.own.from, m.own.num_bytes, x.stream));
-        m.own.num_bytes = 0, queued = true;
-    }
-    if (queued || e->is_behind[lane]) {
-        ZIPCCL_TRY(after(x.stream, e->made, e->streams[lane]));
-        if (!e->is_chain()) ZIPCCL_TRY(wait_for(e->streams[kChain], e->made));         // no receiver is in the way of encode
-    }
-    e->is_moving[lane] = true, e->is_behind[lane] = false;
-    return e->is_chain() && kFuses ? 0 : launch_carried(e, m, m.announcement, x.num_senders, 0, e->streams[lane]);
 }
 
 // Queues a message to all peers: encode on the caller's stream, copies and what tells of them on its lane's.
@@ -169,7 +89,7 @@ int send(Engine* e) {
     const u32 lane = e->lane_of(m.number), num_ranks = e->num_ranks();
     cudaStream_t stream = e->streams[lane];
     ZIPCCL_TRY(claim(e));
-    bool queued = false;
+    if (e->is_carried) return send_carried(e);
     Turn& t = m.announcement = e->nothing;
     t.sent = m.number, t.sent_lane = lane, t.counters = e->counters + lane * kMaxRanks;
     t.overflows = e->overflows + lane * kMaxRanks;
@@ -185,9 +105,7 @@ int send(Engine* e) {
     } else if (e->has_frames(&p)) {
         ZIPCCL_TRY(e->encode(p.geometry, t.rows, x.row_stride, (u8*)t.frames, t.frame_stride, same ? 1 : num_ranks, same ? -1 : (i64)e->rank(),
                              x.status, x.workspace, x.stream));
-        queued = true;
     }
-    if (e->is_carried) return send_carried(e, queued);
     ZIPCCL_TRY(after(x.stream, e->made, stream));
     e->is_moving[lane] = true;
     for (u32 i = 1; x.num_lanes && i < num_ranks; i++) {
@@ -196,7 +114,7 @@ int send(Engine* e) {
         ZIPCCL_TRY(p.as_it_is ? copy(slot + kHeaderBytes, t.rows + peer * t.row_stride, p.raw_bytes, stream)
                               : copy(slot, t.frames + peer * t.frame_stride, p.frame_bytes, stream));
     }
-    if (e->is_chain() && kFuses) return 0;
+    if (e->is_chain && kFuses) return 0;
     return launch_turn(t, stream);
 }
 
@@ -205,21 +123,16 @@ int receive(Engine* e) {
     const Exchange& x = e->x;
     const Message m = e->waiting.front();
     e->waiting.pop_front();
+    if (e->is_carried) return receive_carried(e, m);
     const Part& p = *m.part;
     cudaStream_t stream = e->streams[kChain];
-    const bool sends_too = e->is_chain() && kFuses;
-    Turn t = sends_too ? m.announcement : e->nothing;
-    t.wanted = m.number, t.wanted_lane = e->lane_of(m.number);
+    Turn t = e->is_chain && kFuses ? m.announcement : e->nothing;
+    t.done = e->num_read, t.wanted = m.number, t.wanted_lane = e->lane_of(m.number);
     t.arrivals = e->memory() + e->row_0(m.offset, p.slot_bytes), t.arrival_stride = p.slot_bytes;
-    if (e->is_carried) {                                   // its receivers tell themselves
-        e->num_told = e->num_read = m.number;
-        return launch_carried(e, m, t, sends_too ? x.num_senders : 0, x.num_receivers, stream);
-    }
-    t.done = e->num_read;
     e->num_told = e->num_read, e->num_read = m.number;
     ZIPCCL_TRY(launch_turn(t, stream));
     Reception r = {};
-    const Call& c = r.call = reception_of(e, &p, t);
+    const Call& c = r.call = reception_of(e, &p, t.arrivals, t.arrival_stride);
     r.raw = t.raw;
     const u32 num_groups = (u32)c.g.num_tiles * (32 / kWarps), num_peers = e->num_ranks() - 1;
 #define ZIPCCL_RECEIVE(dtype)                                                                                           \
@@ -244,7 +157,7 @@ int end(Engine* e) {
     if (!e->is_carried) ZIPCCL_TRY(launch_turn(t, stream));
     for (u32 lane = 0; lane < kChain; lane++)
         if (e->is_moving[lane]) ZIPCCL_TRY(after(e->streams[lane], e->moved[lane], stream));
-    if (e->has_copies() && !e->is_carried) ZIPCCL_TRY(after(e->is_chain() ? e->x.stream : e->streams[kOwn], e->step, stream));
+    if (e->has_copies() && !e->is_carried) ZIPCCL_TRY(after(e->is_chain ? e->x.stream : e->streams[kOwn], e->step, stream));
     return record(e->done[++e->num_calls % kNumDone], stream);
 }
 
@@ -252,10 +165,9 @@ int start(Engine* e, const Exchange* x) {
     e->x = *x, e->next = 0, e->has_place = false;
     memset(e->is_moving, 0, sizeof e->is_moving);
     memset(e->is_behind, 1, sizeof e->is_behind);
-    e->is_carried = x->num_senders > 0;
-    for (i64 i = 0; i < x->num_parts; i++)
-        e->is_carried = e->is_carried && ((const ZipcclGeometry*)x->parts[i].geometry)->num_tiles <= kMaxTiles;
-    if (e->is_chain()) return 0;                           // its stream waits once the frames are made
+    e->is_carried = can_carry(x);
+    e->is_chain = num_together(e) == x->num_parts;
+    if (e->is_chain) return 0;                           // its stream waits once the frames are made
     ZIPCCL_TRY(record(e->step, x->stream));
     if (e->has_copies() && !e->is_carried) ZIPCCL_TRY(wait_for(e->streams[kOwn], e->step));
     return wait_for(e->streams[kChain], e->step);
@@ -272,9 +184,10 @@ int step(Engine* e, bool* more) {
     }
     Message& m = e->place;
     if (!e->has_place) {
-        m.part = e->x.parts + e->next;
-        const i64 frames = e->has_frames(m.part) ? m.part->num_frames * m.part->frame_stride : 0;
-        e->ring.take(m.part->num_slots * m.part->slot_bytes + frames, m.number, m.offset, e->before);
+        m.part = e->x.parts + e->next, m.num_parts = num_together(e);
+        i64 num_bytes = 0;
+        for (i64 i = 0; i < m.num_parts; i++) num_bytes += e->region_bytes(m.part + i);
+        e->ring.take(num_bytes, m.number, m.offset, e->before);
         e->has_place = true;
     }
     if (!e->waiting.empty() && (e->waiting.size() >= (e->is_carried ? 1 : kLead) || e->before > e->num_told)) return receive(e);
@@ -282,7 +195,7 @@ int step(Engine* e, bool* more) {
     ZIPCCL_TRY(send(e));
     if (!e->is_carried) ZIPCCL_TRY(copy_own(e, m.part));
     e->waiting.push_back(m);
-    e->next++, e->has_place = false;
+    e->next += m.num_parts, e->has_place = false;
     return 0;
 }
 

@@ -17,7 +17,7 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.stats import Stats
 
 log = logging.getLogger("ds_zipccl")
-WORDS_BYTES = 1 << 21       # of the memory, at most, are not for messages
+WORDS_BYTES = 1 << 23       # of the memory, at most, are not for messages
 _COUNT = itertools.count()          # torch knows memory by names that are used once in a process
 #: Why a call that could go one-sided goes over its process group, beside symmetric.why_not's reasons.
 REASONS = {
@@ -158,6 +158,7 @@ class Router:
         self._config, self._kernels, self._stats = config, kernels, stats
         self._groups: dict[int, OneSided] = {}             # by id of the group's state
         self._num_overflows = 0                            # of groups that are gone
+        self.price: Callable[[Call], object] = lambda call: None           # what finding out how a call goes costs before it comes here
         if self.wanted:
             stats.sections["one_sided"] = self._section
 
@@ -208,6 +209,8 @@ class Router:
             return None
 
         def run(test: Call) -> bool:
+            self.price(test)
+            self.reason_against(spec, test)
             state.settle()
             work = _launch(name, one_sided.transport, test)
             return work is not None and work.wait()

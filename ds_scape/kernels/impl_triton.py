@@ -102,7 +102,7 @@ class TritonKernels:
         """The runs' numbers of ones to ``counts``, the places of up to ``room`` ones to ``out``; how many lie before each run."""
         self._run["count_ones"]((len(plan.runs),), (words, plan.runs, counts), (), (1024,))
         before = self._sums_before(counts, 1 << 62)
-        self._run["write_ones"]((len(plan.runs),), (words, plan.runs, plan.bases, before, out), (room,), (256,))
+        self._run["write_ones"]((len(plan.runs),), (words, plan.runs, plan.bases, before, out), (room,), (1024,))
         return before
 
     # --- a worker's residual ------------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class TritonKernels:
 
     # --- the owner's steps, the norm ----------------------------------------------------------------------------------------------------
     def owner_step(self, weight, momentum, last_sync, mean_value, index, step, tables, decay, lr, beta2, eps, catch_up, out):
-        num, block = mean_value.numel(), STEP if index is None else SPARSE
+        num, block = mean_value.numel(), 512 if index is None else SPARSE
         if not num:
             return
         longest = 0 if decay is None else decay.numel() - 1
@@ -185,21 +185,23 @@ class TritonKernels:
             return chosen
         state = torch.zeros(num_searches, 8 + plans.HISTOGRAM, dtype=torch.int32, device=device).view(-1)
         state, histograms = state.split([8 * num_searches, plans.HISTOGRAM * num_searches])
-        noted = empty(num_tiles * (plans.MAX_NOTES + 2), torch.int32)
-        notes, num_notes, num_equal = noted.split([plans.MAX_NOTES * num_tiles, num_tiles, num_tiles])
+        room = 4 * self._ceil(num_tiles, 4)                                            # each part begins at a multiple of 16 bytes
+        notes, words, num_notes, num_equal = empty(room * (plans.MAX_NOTES + 18), torch.int32).split(
+            [plans.MAX_NOTES * room, 16 * room, room, room])
         data = (rank_by, rank_by if square is None else square, last_sync)
         place, kind = (plan.search_of_tile, plan.searches, state), square is not None
         for again in range(2):
-            groups = [self._ceil(num_tiles, rows) if again == 0 else min(FEW, self._ceil(num_tiles, rows)) for rows in (32, 4)]
+            groups = [self._ceil(num_tiles, rows) if again == 0 else min(FEW, self._ceil(num_tiles, rows)) for rows in (32, 1)]
             self._run["sample"]((groups[0],), (*data, *place, histograms), (num_tiles, step, max_age, again), (kind, 32))
             self._run["set_bracket"]((num_searches,), (plan.searches, state, histograms), (again,))
-            self._run["choose"]((groups[1],), (*data, flags, *place, histograms, notes, num_notes), (num_tiles, step, max_age, again),
-                                (kind, 4))
+            numbers = num_tiles, step, max_age, again
+            self._run["clear"]((groups[1],), (*data, flags, *place, words), numbers, (kind,))
+            self._run["unclear"]((groups[0],), (*data, flags, *place, histograms, words, notes, num_notes), numbers, (kind, 32))
             self._run["settle_two"]((num_searches,), (plan.searches, state, histograms), (again,))
         numbers, grid = (num_tiles, step, max_age), (self._ceil(num_tiles, 32),)
         self._run["third"](grid, (*data, *place, histograms, notes, num_notes), numbers, (kind, 32))
         self._run["settle_three"]((num_searches,), (state, histograms))
         self._run["equal"](grid, (*data, *place, notes, num_notes, num_equal), numbers, (kind, 32))
         self._run["equal_before"]((num_searches,), (plan.searches, state, num_equal), (), (1024,))
-        self._run["finish"](grid, (*data, flags, *place, notes, num_notes, num_equal), numbers, (kind, 32))
+        self._run["finish"](grid, (*data, flags, *place, words, notes, num_notes, num_equal), numbers, (kind, 32))
         return chosen

@@ -77,15 +77,15 @@ def write_ones(words, runs, bases, before, out, room: tl.int64, WORDS: tl.conste
     run = tl.program_id(0)
     start, stop = tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)
     base, done = tl.load(bases + run), tl.load(before + run)
-    bit = tl.arange(0, 32)[None, :]
     for begin in range(start >> 5, (stop + 31) >> 5, WORDS):
         w = begin + tl.arange(0, WORDS)
         word = _run_words(words, w, start, stop)
         ones = popcount(word)
-        first = done + tl.cumsum(ones, 0) - ones
-        k = first[:, None] + popcount(word[:, None] & ((tl.full((1, 1), 1, tl.uint32) << bit.to(tl.uint32)) - 1))
-        is_one = ((word[:, None] >> bit.to(tl.uint32)) & 1) != 0
-        tl.store(out + k, (w[:, None] * 32 + bit - base).to(out.dtype.element_ty), is_one & (k < room))
+        k = done + tl.cumsum(ones, 0) - ones
+        for i in range(0, tl.max(ones, 0)):                 # a word's lowest one at a time
+            bit = popcount((word ^ (word - 1)) >> 1)
+            tl.store(out + k + i, (w * 32 + bit - base).to(out.dtype.element_ty), (i < ones) & (k + i < room))
+            word = word & (word - 1)
         done += tl.sum(ones, 0)
 
 

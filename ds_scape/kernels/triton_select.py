@@ -1,24 +1,26 @@
-"""Exactly k per segment in Triton, all segments at once: the steps and the division of csrc/scape/select.cuh and select_tiles.cuh.
+"""Exactly k per segment in Triton, all segments at once: the steps of csrc/scape/select.cuh.
 
     sample        counts the first digits of some lines of a search (a segment with a choice to be made), of all of a small one
     set_bracket   the values of the first digit between which the k-th largest key lies, or, by the sample, very likely does
-    choose        one pass over everything: chosen above the bracket, not below it; keys inside are noted down, and their first two digits
-                  counted. Of these those of the k-th key, if the bracket was right; where not, all of this is done again without sampling
-    third         counts the third digit, over what was noted
+    clear         one pass over everything: chosen above the bracket, not below it, where an approximation of the score tells; a bit each
+                  for those where it does not
+    unclear       the keys of these: chosen or not, or inside the bracket: their first two digits are counted. All are noted down
+    settle_two    the first two digits of the k-th key, if the bracket was right; where not, all of this is done again without sampling
+    third         counts the third digit, over what was noted (from here on: triton_select_notes.py)
     equal         equal keys: how many before each tile, where not all of them are taken
     finish        chosen or not, for what was noted
 
-A tile has 512 elements and notes up to 64 keys: 9 bits of place, 4 of first digit (inside the bracket), 19 of key. One with more keys
-inside looks at its elements again in the later steps. Atomic additions only count, so their order does not matter.
+A tile has 512 elements, in 16 words of bits, and notes up to 64 keys. One with more looks at its elements again in the later steps. Atomic
+additions only count, so their order does not matter.
 """
 import triton
 import triton.language as tl
 
-from ds_scape.kernels.triton_rule import age_of, residual_score, sort_key
+from ds_scape.kernels.triton_rule import age_of, popcount, residual_score, sort_key
 
-TILE, NOTES, LINES, BRACKET = tl.constexpr(512), tl.constexpr(64), tl.constexpr(16), tl.constexpr(16)
+TILE, WORDS, NOTES, LINES, BRACKET = (tl.constexpr(i) for i in (512, 16, 64, 16, 16))
 #: Bits of a key after the first digit, of the third digit; sizes of the digits' histograms.
-LOW, LOW_MASK, THIRD = tl.constexpr(19), tl.constexpr((1 << 19) - 1), tl.constexpr(10)
+LOW, THIRD = tl.constexpr(19), tl.constexpr(10)
 SIZE, THIRD_SIZE = tl.constexpr(8192), tl.constexpr(1024)
 #: Fields of a search that the kernels fill in: the bracket's ends; whether it was wrong; keys above it; digits that are settled, how many
 #: keys with them are wanted, and how many are equal to the last one. There is room for eight.
@@ -41,13 +43,20 @@ def _tiles(search_of_tile, searches, t, is_valid):
 
 
 @triton.jit
-def _keys(rank_by, square, last_sync, at, is_valid, step, max_age, HAS_SQUARE: tl.constexpr, ALL: tl.constexpr):
-    """ALL: all of them are valid."""
+def _load(rank_by, square, last_sync, at, is_valid, HAS_SQUARE: tl.constexpr, ALL: tl.constexpr):
+    """What keys are made of. ALL: all of them are valid."""
     r = tl.load(rank_by + at) if ALL else tl.load(rank_by + at, is_valid, other=0)
     last = tl.load(last_sync + at) if ALL else tl.load(last_sync + at, is_valid, other=0)
     if HAS_SQUARE:
-        r = residual_score(r, tl.load(square + at) if ALL else tl.load(square + at, is_valid, other=0))
-    return sort_key(r, age_of(last, step) >= max_age)
+        return r, tl.load(square + at) if ALL else tl.load(square + at, is_valid, other=0), last
+    else:
+        return r, r, last
+
+
+@triton.jit
+def _keys(found, step, max_age, HAS_SQUARE: tl.constexpr):
+    r, q, last = found
+    return sort_key(residual_score(r, q) if HAS_SQUARE else r, age_of(last, step) >= max_age)
 
 
 @triton.jit
@@ -76,7 +85,7 @@ def sample(rank_by, square, last_sync, search_of_tile, searches, state, histogra
             at = place + (j * stride + (number & (stride - 1))) * 32
             at = at[:, None] + tl.arange(0, 32)[None, :]
             is_valid = (j < num_lines)[:, None] & (at >= first[:, None]) & (at < stop[:, None])
-            key = _keys(rank_by, square, last_sync, at, is_valid, step, max_age, HAS_SQUARE, False)
+            key = _keys(_load(rank_by, square, last_sync, at, is_valid, HAS_SQUARE, False), step, max_age, HAS_SQUARE)
             tl.atomic_add(histogram[:, None] + (key >> LOW).to(tl.int32), 1, is_valid, sem="relaxed")
 
 
@@ -110,40 +119,98 @@ def set_bracket(searches, state, histograms, again: tl.int32):
 
 
 @triton.jit
-def choose(rank_by, square, last_sync, chosen, search_of_tile, searches, state, histograms, notes, num_notes, num_tiles: tl.int64,
-           step: tl.int32, max_age: tl.int32, again: tl.int32, HAS_SQUARE: tl.constexpr, ROWS: tl.constexpr):
-    column = tl.arange(0, TILE)[None, :]
+def _start_of(digit):
+    """The smallest score with these first digits, overdue or not."""
+    return ((digit & 4095) << LOW).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _limits(lo, hi):
+    """Scores below and above which a key lies outside of the bracket so clearly that an approximation tells: of others, of overdue ones."""
+    end, never = hi + 1, float("inf")
+    low, high = _start_of(lo), _start_of(end)
+    low = tl.where(low < 1e-30, 0.0, tl.where(low > 3e38, 3e38, low) * (1 - 1e-4))
+    high = tl.where(high < 1e-30, 1e-30, high) * (1 + 1e-4)                                 # NaN: none is clear
+    below, overdue_below = tl.where(lo < 4096, low, never), tl.where(lo < 4096, 0.0, low)
+    above = tl.where(end < 4096, high, never)
+    return below, above, overdue_below, tl.where(end <= 4096, -1.0, tl.where(end < 8192, high, never))
+
+
+@triton.jit
+def clear(rank_by, square, last_sync, chosen, search_of_tile, searches, state, words, num_tiles: tl.int32, step: tl.int32,
+          max_age: tl.int32, again: tl.int32, HAS_SQUARE: tl.constexpr):
+    """Tile after tile, by one warp."""
+    column = tl.arange(0, TILE)
+    for t in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        s, place, first, stop, _ = _tiles(search_of_tile, searches, t, True)
+        if (again == 0) | (_field(state, s, AGAIN) != 0):
+            below, above, overdue_below, overdue_above = _limits(_field(state, s, LO), _field(state, s, HI))
+            start, end = tl.maximum(first - place, 0).to(tl.int32), tl.minimum(stop - place, TILE).to(tl.int32)
+            is_valid = (column >= start) & (column < end)
+            is_whole = end - start == TILE
+            if is_whole:
+                r, q, last = _load(rank_by + place, square + place, last_sync + place, column, is_valid, HAS_SQUARE, True)
+            else:
+                r, q, last = _load(rank_by + place, square + place, last_sync + place, column, is_valid, HAS_SQUARE, False)
+            score = tl.abs(r)
+            if HAS_SQUARE:
+                score = score / (tl.sqrt(q) + 1e-9)
+            is_overdue = age_of(last, step) >= max_age
+            is_above = score > tl.where(is_overdue, overdue_above, above)
+            is_below = score < tl.where(is_overdue, overdue_below, below)
+            if is_whole:
+                tl.store(chosen + place + column, is_above.to(tl.uint8))
+            else:
+                tl.store(chosen + place + column, is_above.to(tl.uint8), is_valid)
+            is_unclear = is_valid & ((is_above | is_below) == 0)
+            bits = tl.reshape(is_unclear.to(tl.int32), (WORDS, 32)) << tl.arange(0, 32)[None, :]
+            tl.store(words + tl.full((), t, tl.int64) * WORDS + tl.arange(0, WORDS), tl.sum(bits, 1))
+            tl.atomic_add(state + s * 8 + ABOVE, tl.sum((is_valid & is_above).to(tl.int32), 0), sem="relaxed")
+
+
+@triton.jit
+def words_of_tiles(words, t, is_live):
+    """[tiles, WORDS], uint32; how many ones each has; how many lie before each in its tile."""
+    word = tl.load(words + t.to(tl.int64)[:, None] * WORDS + tl.arange(0, WORDS)[None, :], is_live[:, None], other=0)
+    word = word.to(tl.uint32, bitcast=True)
+    ones = popcount(word)
+    return word, ones, tl.cumsum(ones, 1) - ones
+
+
+@triton.jit
+def lowest(word):
+    """The place of the lowest one of each word."""
+    return tl.arange(0, WORDS)[None, :] * 32 + popcount((word ^ (word - 1)) >> 1)
+
+
+@triton.jit
+def unclear(rank_by, square, last_sync, chosen, search_of_tile, searches, state, histograms, words, notes, num_notes, num_tiles: tl.int32,
+            step: tl.int32, max_age: tl.int32, again: tl.int32, HAS_SQUARE: tl.constexpr, ROWS: tl.constexpr):
     for begin in range(tl.program_id(0) * ROWS, num_tiles, tl.num_programs(0) * ROWS):
-        t = (begin + tl.arange(0, ROWS)).to(tl.int32)
+        t = begin + tl.arange(0, ROWS)
         is_live = t < num_tiles
-        s, place, first, stop, _ = _tiles(search_of_tile, searches, t, is_live)
+        s, place, _, _, _ = _tiles(search_of_tile, searches, t, is_live)
         if again != 0:
             is_live = is_live & (_field(state, s, AGAIN, is_live) != 0)
-        if tl.max(is_live.to(tl.int32), 0) != 0:
-            at = place[:, None] + column
-            is_valid = is_live[:, None] & (at >= first[:, None]) & (at < stop[:, None])
-            is_whole = tl.min((is_live & (place >= first) & (place + TILE <= stop)).to(tl.int32), 0) != 0
-            if is_whole:
-                key = _keys(rank_by, square, last_sync, at, is_valid, step, max_age, HAS_SQUARE, True)
-            else:
-                key = _keys(rank_by, square, last_sync, at, is_valid, step, max_age, HAS_SQUARE, False)
-            lo, hi = _field(state, s, LO, is_live), _field(state, s, HI, is_live)
+        lo, hi = _field(state, s, LO, is_live)[:, None], _field(state, s, HI, is_live)[:, None]
+        word, ones, before = words_of_tiles(words, t, is_live)
+        tl.store(num_notes + t, tl.sum(ones, 1), is_live)
+        note_at = notes + t.to(tl.int64)[:, None] * NOTES + before
+        histogram = (histograms + s.to(tl.int64) * SIZE)[:, None]
+        num_above = tl.zeros((ROWS, WORDS), tl.int32)
+        for i in range(0, tl.max(ones)):
+            is_valid = i < ones
+            at = place[:, None] + lowest(word)
+            key = _keys(_load(rank_by, square, last_sync, at, is_valid, HAS_SQUARE, False), step, max_age, HAS_SQUARE)
             digit = (key >> LOW).to(tl.int32)
-            is_above = is_valid & (digit > hi[:, None])
-            is_inside = is_valid & (digit >= lo[:, None]) & (digit <= hi[:, None])
-            if is_whole:
-                tl.store(chosen + at, is_above.to(tl.uint8))
-            else:
-                tl.store(chosen + at, is_above.to(tl.uint8), is_valid)
-            tl.atomic_add(state + s * 8 + ABOVE, tl.sum(is_above.to(tl.int32), 1), is_live, sem="relaxed")
-            inside = is_inside.to(tl.int32)
-            rank = tl.cumsum(inside, 1) - inside
-            note = (column.to(tl.uint32) << 23) | ((digit - lo[:, None]).to(tl.uint32) << LOW) | (key & LOW_MASK)
-            at_note = notes + t.to(tl.int64)[:, None] * NOTES + rank
-            tl.store(at_note, note.to(tl.int32, bitcast=True), is_inside & (rank < NOTES))
-            tl.store(num_notes + t, tl.sum(inside, 1), is_live)
-            two = (key >> THIRD).to(tl.int32) - (lo << (LOW - THIRD))[:, None]
-            tl.atomic_add((histograms + s.to(tl.int64) * SIZE)[:, None] + two, 1, is_inside, sem="relaxed")
+            is_above = is_valid & (digit > hi)
+            tl.store(chosen + at, tl.full((ROWS, WORDS), 1, tl.uint8), is_above)
+            num_above += is_above.to(tl.int32)
+            two = (key >> THIRD).to(tl.int32) - (lo << (LOW - THIRD))
+            tl.atomic_add(histogram + two, 1, is_valid & (digit >= lo) & (digit <= hi), sem="relaxed")
+            tl.store(note_at + i, key.to(tl.int32, bitcast=True), is_valid & (before + i < NOTES))
+            word = word & (word - 1)
+        tl.atomic_add(state + s * 8 + ABOVE, tl.sum(num_above, 1), is_live, sem="relaxed")
 
 
 @triton.jit

@@ -5,9 +5,6 @@ import triton.language as tl
 
 from ds_scape.kernels.triton_select import (
     EQUAL,
-    LO,
-    LOW,
-    LOW_MASK,
     NOTES,
     PREFIX,
     SIZE,
@@ -15,20 +12,23 @@ from ds_scape.kernels.triton_select import (
     THIRD_SIZE,
     TILE,
     WANTED,
+    WORDS,
     _field,
     _keys,
+    _load,
     _tiles,
+    lowest,
+    words_of_tiles,
 )
 
 
 @triton.jit
-def _noted(state, notes, t, num, s):
-    """Of tiles t with ``num`` notes: keys, their places in the tile, and which of them there are. Nothing of full tiles."""
+def _noted(notes, t, num):
+    """Of tiles t with ``num`` notes: keys, and which of them there are. Nothing of full tiles."""
     column = tl.arange(0, NOTES)[None, :]
     is_noted = column < tl.where(num <= NOTES, num, 0)[:, None]
-    note = tl.load(notes + t.to(tl.int64)[:, None] * NOTES + column, is_noted, other=0).to(tl.uint32, bitcast=True)
-    digit = ((note >> LOW) & 15) + _field(state, s, LO)[:, None].to(tl.uint32)
-    return (digit << LOW) | (note & LOW_MASK), (note >> 23).to(tl.int32), is_noted
+    note = tl.load(notes + t.to(tl.int64)[:, None] * NOTES + column, is_noted, other=0)
+    return note.to(tl.uint32, bitcast=True), is_noted
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def _full_tile(rank_by, square, last_sync, search_of_tile, searches, t, step, ma
     s, place, first, stop, _ = _tiles(search_of_tile, searches, t, True)
     at = place + tl.arange(0, TILE)
     is_valid = (at >= first) & (at < stop)
-    return s, _keys(rank_by, square, last_sync, at, is_valid, step, max_age, HAS_SQUARE, False), at, is_valid
+    return s, _keys(_load(rank_by, square, last_sync, at, is_valid, HAS_SQUARE, False), step, max_age, HAS_SQUARE), at, is_valid
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def third(rank_by, square, last_sync, search_of_tile, searches, state, histogram
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     num = tl.load(num_notes + t, t < num_tiles, other=0)
     s = tl.load(search_of_tile + t, t < num_tiles, other=0)
-    key, place, is_noted = _noted(state, notes, t, num, s)
+    key, is_noted = _noted(notes, t, num)
     is_counted = is_noted & (key >> THIRD == (_prefix(state, s) >> THIRD)[:, None])
     at = (histograms + s.to(tl.int64) * SIZE)[:, None] + (key & (THIRD_SIZE - 1)).to(tl.int32)
     tl.atomic_add(at, 1, is_counted, sem="relaxed")
@@ -74,7 +74,7 @@ def equal(rank_by, square, last_sync, search_of_tile, searches, state, notes, nu
     is_needed = (t < num_tiles) & (_field(state, s, EQUAL) != _field(state, s, WANTED))
     if tl.max(is_needed.to(tl.int32), 0) != 0:
         num = tl.load(num_notes + t, is_needed, other=0)
-        key, place, is_noted = _noted(state, notes, t, num, s)
+        key, is_noted = _noted(notes, t, num)
         is_equal = is_noted & (key == _prefix(state, s)[:, None])
         tl.store(num_equal + t, tl.sum(is_equal.to(tl.int32), 1), is_needed & (num <= NOTES))
         if tl.max(num, 0) > NOTES:
@@ -103,31 +103,41 @@ def equal_before(searches, state, num_equal, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def finish(rank_by, square, last_sync, chosen, search_of_tile, searches, state, notes, num_notes, before, num_tiles: tl.int32,
+def finish(rank_by, square, last_sync, chosen, search_of_tile, searches, state, words, notes, num_notes, before, num_tiles: tl.int32,
            step: tl.int32, max_age: tl.int32, HAS_SQUARE: tl.constexpr, ROWS: tl.constexpr):
     """before: of equal_before."""
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_there = t < num_tiles
     num = tl.load(num_notes + t, is_there, other=0)
     s, place, _, _, _ = _tiles(search_of_tile, searches, t, is_there)
-    key, at, is_noted = _noted(state, notes, t, num, s)
-    is_equal = is_noted & (key == _prefix(state, s)[:, None])
-    wanted = _field(state, s, WANTED)
-    is_open = _field(state, s, EQUAL) != wanted
-    mine = is_equal.to(tl.int32)
-    rank = tl.load(before + t, is_there & is_open, other=0)[:, None] + tl.cumsum(mine, 1) - mine
-    is_taken = is_noted & (key > _prefix(state, s)[:, None]) | is_equal & (rank < wanted[:, None])
-    tl.store(chosen + place[:, None] + at, tl.full((ROWS, NOTES), 1, tl.uint8), is_taken)
+    last, wanted = _prefix(state, s)[:, None], _field(state, s, WANTED)
+    is_open = is_there & (_field(state, s, EQUAL) != wanted)
+    word, ones, before_word = words_of_tiles(words, t, is_there & (num <= NOTES))
+    note_at = notes + t.to(tl.int64)[:, None] * NOTES + before_word
+    rank = tl.zeros((ROWS, WORDS), tl.int32)                # of a word's next equal key, where not all of them are taken
+    if tl.max(is_open.to(tl.int32), 0) != 0:
+        for i in range(0, tl.max(ones)):
+            key = tl.load(note_at + i, i < ones, other=0).to(tl.uint32, bitcast=True)
+            rank += ((i < ones) & (key == last)).to(tl.int32)
+        rank = tl.load(before + t, is_open, other=0)[:, None] + tl.cumsum(rank, 1) - rank
+    limit = tl.where(is_open, wanted, 1 << 30)[:, None]
+    for i in range(0, tl.max(ones)):
+        key = tl.load(note_at + i, i < ones, other=0).to(tl.uint32, bitcast=True)
+        is_equal = (i < ones) & (key == last)
+        is_taken = (i < ones) & (key > last) | is_equal & (rank < limit)
+        rank += is_equal.to(tl.int32)
+        tl.store(chosen + place[:, None] + lowest(word), tl.full((ROWS, WORDS), 1, tl.uint8), is_taken)
+        word = word & (word - 1)
     if tl.max(num, 0) > NOTES:
         for one in range(tl.program_id(0) * ROWS, tl.minimum((tl.program_id(0) + 1) * ROWS, num_tiles)):
             if tl.load(num_notes + one) > NOTES:
                 s_one, key_one, at_one, is_valid = _full_tile(rank_by, square, last_sync, search_of_tile, searches, one, step, max_age,
                                                               HAS_SQUARE)
-                last, wanted_one = _prefix(state, s_one), _field(state, s_one, WANTED)
+                last_one, wanted_one = _prefix(state, s_one), _field(state, s_one, WANTED)
                 is_open_one = _field(state, s_one, EQUAL) != wanted_one
-                mine_one = (is_valid & (key_one == last)).to(tl.int32)
+                mine_one = (is_valid & (key_one == last_one)).to(tl.int32)
                 rank_one = tl.load(before + one, is_open_one, other=0) + tl.cumsum(mine_one, 0) - mine_one
-                is_taken_one = is_valid & (key_one > last) | (mine_one != 0) & (rank_one < wanted_one)
+                is_taken_one = is_valid & (key_one > last_one) | (mine_one != 0) & (rank_one < wanted_one)
                 tl.store(chosen + at_one, tl.full((TILE,), 1, tl.uint8), is_taken_one)
 
 

@@ -29,6 +29,8 @@ def enter(residual, gradient, square, values, index, starts, num: tl.int64, own_
     t = tl.program_id(0).to(tl.int64)
     at = (t << LOG_TILE) + tl.arange(0, 1 << LOG_TILE)
     is_valid = at < num
+    if TAKE == 2:                                           # asked for before what takes longer
+        begin, stop = tl.load(starts + t), tl.load(starts + t + 1)
     r = tl.load(residual + at, is_valid, other=0)
     if HAS_GRADIENT:
         g = widened(tl.load(gradient + at, is_valid, other=0)) * factor
@@ -44,9 +46,8 @@ def enter(residual, gradient, square, values, index, starts, num: tl.int64, own_
     tl.store(residual + at, r, is_valid)
     if TAKE == 2:
         tl.debug_barrier()                                  # what one thread wrote another one reads
-        stop = tl.load(starts + t + 1)
-        for begin in range(tl.load(starts + t), stop, CHUNK):
-            k = begin + tl.arange(0, CHUNK)
+        for next in range(begin, stop, CHUNK):
+            k = next + tl.arange(0, CHUNK)
             _take(residual, values, index, k, k < stop, first)
 
 

@@ -75,9 +75,11 @@ def _check(name: str, g: Geometry, *tensors: torch.Tensor) -> SimpleNamespace:
     return chosen
 
 
-@torch.compiler.assume_constant_result
 def _constants(g: Geometry) -> list[int]:
     return g.flatten()
+
+
+_constants._dynamo_marked_constant = True           # what torch.compiler.assume_constant_result does, after importing the whole compiler
 
 
 def encode(x: torch.Tensor, frames: torch.Tensor, status: torch.Tensor, g: Geometry, skip: int = -1, *, kernels: str) -> None:

@@ -22,7 +22,7 @@ from zipscape import __version__, handshake
 from zipscape.errors import ConfigError, ZipScapeError, describe
 
 TESTED_DEEPSPEED = ("0.19.8",)
-#: How much later than the first rank the last one may have read its file.
+#: How much later than the first rank the last one may have read its file, or made its model.
 LOAD_TIMEOUT_S = 1800.0
 OPTIMIZERS = {"scape": SCAPE, "scapeadams": ScapeAdamS}
 #: Numbers of what the ranks agree on, so that every agreement has a name of its own; all ranks count alike.
@@ -126,7 +126,7 @@ def _shaped_alike(method):
             if not self.pipeline_parallelism and _tensor_parallel_size(self) <= 1:          # refused later, by their name
                 named = [(name, str(p.dtype), *p.shape) for name, p in self.module.named_parameters()]
                 model = {"parameters": len(named), "elements": sum(p.numel() for p in self.module.parameters()), "shapes": _digest(named)}
-            _agree("model", model, None)
+            _agree("model", model, None, timeout_s=LOAD_TIMEOUT_S)
         return method(self)
 
     return _broadcast_model

@@ -16,7 +16,7 @@ class GroupParams(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     lr: float = Field(5e-4, ge=0, allow_inf_nan=False)
-    """Learning rate: AdamS's at density 0.1, half of it at 0.01 without dense warm-up."""
+    """Learning rate: AdamS's with dense warm-up, half of it without."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of the momentum and inside the normaliser, each in [0, 1)."""

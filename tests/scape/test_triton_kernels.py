@@ -15,7 +15,7 @@ from zipscape.errors import BuildError
 LIMIT_S = 300              # some seconds on a quiet core
 
 
-@pytest.mark.parametrize("group", ["worker", "owner", "masks", "select", "ptx"])
+@pytest.mark.parametrize("group", ["worker", "owner", "masks", "select", "ptx", pytest.param("more", marks=pytest.mark.slow)])
 def test_bits(group, tmp_path):
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")

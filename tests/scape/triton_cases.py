@@ -52,8 +52,6 @@ def owner(kernels):
     for dtype in (FP32, BF16, FP16):
         for n, offset, specials in ((0, 0, False), (1, 1, False), (4097, 1, True), (9001, 3, False)):
             cases.check_sum(kernels, n, dtype, seed=n % 100, offset=offset, specials=specials)
-    # More than one row of lanes, rows that are not whole.
-    cases.check_sum(kernels, (5 << 19) + 13, BF16, seed=3)
 
 
 def masks(kernels):
@@ -91,7 +89,18 @@ def select(kernels):
         cases.check_select(kernels, cases.misleading(n, count, factor), torch.ones(n), whole, overdue=0.001)
 
 
-GROUPS = {"worker": worker, "owner": owner, "masks": masks, "select": select}
+def more(kernels):
+    """What takes longer."""
+    cases.check_sum(kernels, (5 << 19) + 13, BF16, seed=3)                      # several rows of lanes, the last one not whole
+    cases.check_masks(kernels, (65535, 2, 70_001), 0.3, ((3, 5), (100, 66_000)), "bits")
+    cases.check_masks(kernels, (65535, 2, 70_001), 0.05, ((3, 5), (100, 66_000)), "indices")
+    n = 40_000
+    for i, r in enumerate((cases.plain(n, 1), (torch.arange(n) % 3).float(), cases.spread(n, 1), torch.zeros(n))):
+        for count in (1, 900, 20_000, n - 21):
+            cases.check_select(kernels, r, torch.ones(n), (Segment(3, n - 15, count),), overdue=0.001, seed=i, offset=i % 2)
+
+
+GROUPS = {"worker": worker, "owner": owner, "masks": masks, "select": select, "more": more}
 
 
 def ptx():

@@ -50,10 +50,12 @@ __device__ __forceinline__ int age_of(u32 last, int bytes, int step) {
     return bytes == 4 ? step - (int)last : (int)(u16)((u32)step - last);
 }
 
-// About sqrt(x) and 1 / x, to a millionth; denormal x count as 0, negative ones too. (Emulated they are as far off as they may be.)
+// About sqrt(x) and 1 / x, to a millionth; denormal x count as 0, negative ones too. (Emulated they are as far off as they may be, this way
+// or that.)
 #ifdef ZIPSCAPE_EMULATE
-__device__ __forceinline__ float about_root(float x) { return (bits_of(x) & 0x7F800000u) ? root(x) * 1.000001f : x * 0.0f; }
-__device__ __forceinline__ float about_inverse(float x) { return 1.000001f / x; }
+__device__ __forceinline__ float off_by(float x) { return bits_of(x) >> 3 & 1 ? 1.000001f : 0.999999f; }
+__device__ __forceinline__ float about_root(float x) { return (bits_of(x) & 0x7F800000u) ? root(x) * off_by(x) : x * 0.0f; }
+__device__ __forceinline__ float about_inverse(float x) { return off_by(x) / x; }
 #else
 __device__ __forceinline__ float about_root(float x) {
     float y;

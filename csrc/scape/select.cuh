@@ -43,24 +43,39 @@ __device__ __forceinline__ void sampled_keys(const Select& c, const Search& sear
     for (u32 j = 0; j < kLines; ++j) visit(j, place(j) < search.end, about.key(r[j], q[j], last[j], 0));
 }
 
-// Sums of a histogram from the top: `found(d, sum of the counts above d, count of d)` is called, by one thread, for the largest d at which
-// the sum with d reaches `rank` >= 1. Never called if there are not so many. `size`: a multiple of the number of threads, who all call it.
-template <class Found>
-__device__ __forceinline__ void find_from_top(const u32* histogram, u32 size, i64 rank, u32* shared, const Found& found) {
-    const u32 per = size / blockDim.x, top = size - threadIdx.x * per;     // this thread: top - per .. top - 1
-    u32 own = 0, total;
-    for (u32 j = 1; j <= per; ++j) own += load_fresh(&histogram[top - j]);
-    i64 above = scan_cta(own, shared, total);
-    if (above >= rank || above + own < rank) return;
-    for (u32 j = 1; j <= per; ++j) {
-        const u32 count = load_fresh(&histogram[top - j]);
-        if (above + count >= rank) {
-            found(top - j, above, count);
-            return;
+// A histogram of 8,192 counts, added up from the top by a CTA of kNum threads. Made by all of them.
+template <u32 kNum>
+struct FromTop {
+    static constexpr u32 kPer = 8192 / kNum;
+    u32 counts[kPer];           // this thread's, upwards
+    u32 above;                  // sum of those above them
+
+    __device__ __forceinline__ FromTop(const u32* histogram, u32* shared) {
+        const u32* const own = histogram + first();
+        u32 sum = 0, total;
+#pragma unroll
+        for (u32 j = 0; j < kPer; j += 4) {
+            const uint4 four = load_fresh_four(own + j);
+            counts[j] = four.x, counts[j + 1] = four.y, counts[j + 2] = four.z, counts[j + 3] = four.w;
         }
-        above += count;
+#pragma unroll
+        for (u32 j = 0; j < kPer; ++j) sum += counts[j];
+        above = scan_cta(sum, shared, total);
     }
-}
+    __device__ __forceinline__ static u32 first() { return 8192 - (threadIdx.x + 1) * kPer; }
+
+    // found(d, sum of the counts above d, count of d) is called, by one thread, for the largest d at which the sum with d reaches
+    // `rank` >= 1; never, if there are not so many.
+    template <class Found>
+    __device__ __forceinline__ void find(i64 rank, const Found& found) const {
+        i64 sum = above;
+#pragma unroll
+        for (u32 j = kPer; j-- > 0;) {
+            if (sum < rank && sum + counts[j] >= rank) found(first() + j, sum, counts[j]);
+            sum += counts[j];
+        }
+    }
+};
 
 __device__ __forceinline__ void clear(u32* histogram, u32 size) {
     __syncthreads();
@@ -80,8 +95,9 @@ __device__ __forceinline__ void set_bracket(Search& search, u32* histogram) {
     }
     if (threadIdx.x == 0) ends[0] = 0, ends[1] = digit_size(0) - 1;
     __syncthreads();
-    find_from_top(histogram, digit_size(0), low_rank, shared, [&](u32 d, i64, u32) { ends[0] = d; });
-    find_from_top(histogram, digit_size(0), high_rank, shared, [&](u32 d, i64, u32) { ends[1] = d; });
+    const FromTop<kSelectThreads> sums(histogram, shared);
+    sums.find(low_rank, [&](u32 d, i64, u32) { ends[0] = d; });
+    sums.find(high_rank, [&](u32 d, i64, u32) { ends[1] = d; });
     clear(histogram, digit_size(0));
     if (threadIdx.x == 0) {
         search.lo = ends[0], search.hi = ends[1];
@@ -123,9 +139,9 @@ __device__ __forceinline__ void settle_two(Search& search, u32* histogram, bool 
     __shared__ u32 shared[kSelectWarps];
     const i64 wanted = search.count - (i64)load_fresh(&search.above);
     if (threadIdx.x == 0 && !again) search.again = 1;           // the second time all are exact, and others still look at it
-    __syncthreads();
+    const FromTop<kSelectThreads> sums(histogram, shared);          // in which all wait for one another
     if (wanted > 0)
-        find_from_top(histogram, digit_size(0), wanted, shared, [&](u32 d, i64 above, u32) {
+        sums.find(wanted, [&](u32 d, i64 above, u32) {
             if (!again) search.again = 0;
             search.prefix = search.lowest() + (d << search.third_bits()), search.wanted = wanted - above;
         });
@@ -266,7 +282,7 @@ __global__ void __launch_bounds__(kThreads) digit_kernel(const Select c, const S
         if (histogram[d]) atomicAdd(&target[d], histogram[d]);
     if (!is_last(search, (u32)own.group.num, &flag)) return;
     const i64 wanted = search.wanted;
-    find_from_top(target, size, wanted, shared, [&](u32 d, i64 above, u32 num) {
+    FromTop<kThreads>(target, shared).find(wanted, [&](u32 d, i64 above, u32 num) {
         search.prefix = prefix + d, search.wanted = wanted - above, search.equal = num;
     });
 }

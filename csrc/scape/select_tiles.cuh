@@ -73,6 +73,11 @@ __device__ __forceinline__ u32 log_sampled(const Search& s) {
 
 // What other CTAs have written, or added up, in the same kernel.
 __device__ __forceinline__ u32 load_fresh(const u32* p) { return *(const volatile u32*)p; }
+#ifdef ZIPSCAPE_EMULATE
+__device__ __forceinline__ uint4 load_fresh_four(const u32* p) { return *(const uint4*)p; }
+#else
+__device__ __forceinline__ uint4 load_fresh_four(const u32* p) { return __ldcg((const uint4*)p); }
+#endif
 
 #ifdef ZIPSCAPE_EMULATE
 __device__ __forceinline__ void fence() {}
@@ -116,12 +121,12 @@ struct AboutKeys {
     }
     // half: where lasts of two bytes lie in a word, which of them
     __device__ __forceinline__ u32 key(u32 r, u32 q, u32 last, u32 half) const {
-        float score = fabsf(with_bits(r));
-        if (K::kSquare) score *= about_inverse(about_root(with_bits(q)) + kScoreEps);
-        if (K::kLast == 0) return (bits_of(score) & 0x7FFFFFFFu) | (r & 0x80000000u);
+        u32 score = r;                                  // no arithmetic where there is none to do: it changes a NaN's bits
+        if (K::kSquare) score = bits_of(fabsf(with_bits(r)) * about_inverse(about_root(with_bits(q)) + kScoreEps));
+        if (K::kLast == 0) return (score & 0x7FFFFFFFu) | (r & 0x80000000u);
         const bool is_overdue = K::kLast == 2 ? step - (half ? last & 0xffff0000u : last << 16) >= max_age
                                               : (int)(step - last) >= (int)max_age;
-        return (bits_of(score) & 0x7FFFFFFFu) | (is_overdue ? 0x80000000u : 0);
+        return (score & 0x7FFFFFFFu) | (is_overdue ? 0x80000000u : 0);
     }
 };
 
@@ -252,11 +257,13 @@ struct Lane {
     __device__ __forceinline__ void each_note(const Select& c, const Scratch& s, const Search& search, const Visit& visit) const {
         const i64 start = search.start + (t - search.first_tile) * kTileElems;
         const uint4* const row = (const uint4*)(s.notes + t * kMaxNotes);
-        for (u32 i = 0; i < num; i += 4) {
-            const uint4 four = row[i / 4];
-            const u32 notes[4] = {four.x, four.y, four.z, four.w};
+        constexpr u32 kAtATime = 8;
+        for (u32 i = 0; i < num; i += kAtATime) {
+            u32 notes[kAtATime];
 #pragma unroll
-            for (u32 j = 0; j < 4; ++j)
+            for (u32 j = 0; j < kAtATime; j += 4) load_four(notes + j, row + (i + j) / 4);      // there is room for 64
+#pragma unroll
+            for (u32 j = 0; j < kAtATime; ++j)
                 if (i + j < num) {
                     const u32 place = notes[j] >> kNoteBits;
                     visit(search.coarse ? any_key_at(c, start + place) : search.lowest() + (notes[j] & kNoteMask), place);

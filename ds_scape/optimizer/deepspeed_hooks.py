@@ -6,6 +6,7 @@ import functools
 import hashlib
 import itertools
 import json
+import logging
 
 import deepspeed
 import torch
@@ -21,12 +22,13 @@ from ds_scape.optimizer.zero_adapter import ScapeZeroOptimizer
 from zipscape import __version__, handshake
 from zipscape.errors import ConfigError, ZipScapeError, describe
 
+log = logging.getLogger("ds_scape")
 TESTED_DEEPSPEED = ("0.19.8",)
 #: How much later than the first rank the last one may have read its file, or made its model.
 LOAD_TIMEOUT_S = 1800.0
 OPTIMIZERS = {"scape": SCAPE, "scapeadams": ScapeAdamS}
-#: Numbers of what the ranks agree on, so that every agreement has a name of its own; all ranks count alike.
-_agreements = itertools.count()
+#: Numbers of what the ranks agree on, and of engines, so that every agreement has a name of its own; all ranks count alike.
+_agreements, _engines = itertools.count(), itertools.count()
 
 
 def install(engine_module) -> None:
@@ -101,7 +103,7 @@ def _loaded_by_all(method):
         except Exception as problem:
             error = problem
         self.optimizer.is_load_finished_later = False
-        _agree("checkpoint", {}, error, timeout_s=LOAD_TIMEOUT_S)
+        _agree(f"checkpoint {next(_agreements)}", {}, error, timeout_s=LOAD_TIMEOUT_S)
         self.optimizer.finish_load()
         return result
 
@@ -121,15 +123,29 @@ def _shaped_alike(method):
 
     @functools.wraps(method)
     def _broadcast_model(self):
-        if self.optimizer_name() == SCAPE.__name__ or isinstance(self.client_optimizer, SCAPE):
+        number = next(_engines)
+        if self.optimizer_name() != SCAPE.__name__ and not isinstance(self.client_optimizer, SCAPE):
+            _tell_who_waits(f"model {number}")
+        else:
             model = {}
             if not self.pipeline_parallelism and _tensor_parallel_size(self) <= 1:          # refused later, by their name
                 named = [(name, str(p.dtype), *p.shape) for name, p in self.module.named_parameters()]
                 model = {"parameters": len(named), "elements": sum(p.numel() for p in self.module.parameters()), "shapes": _digest(named)}
-            _agree("model", model, None, timeout_s=LOAD_TIMEOUT_S)
+            _agree(f"model {number}", model, None, timeout_s=LOAD_TIMEOUT_S)
         return method(self)
 
     return _broadcast_model
+
+
+def _tell_who_waits(about: str) -> None:
+    """There: this rank's engine has another optimizer."""
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        try:
+            handshake.announce(c10d._get_default_store(), torch.distributed.get_rank(),
+                               {"version": __version__, "config_hash": None, "error": None, "enabled": False},
+                               name=f"scape/{about}", world_size=torch.distributed.get_world_size())
+        except Exception:           # a script that does not use us must not fail because of us: some backends have no store
+            log.debug("could not tell the other ranks that this engine's optimizer is not SCAPE", exc_info=True)
 
 
 def _constructed_by_all(method):
@@ -142,7 +158,7 @@ def _constructed_by_all(method):
         except ZipScapeError as error:
             if self.optimizer_name() != SCAPE.__name__:
                 raise
-            _agree("settings", {}, error)
+            _agree(f"settings {next(_agreements)}", {}, error)
 
     return _configure_basic_optimizer
 
@@ -165,7 +181,7 @@ def _checked(method, zero_optimization):
             check_engine(self, groups._get_sequence_parallel_world_size(), _tensor_parallel_size(self))
         except Exception as problem:        # the other ranks must hear of it, not wait for this one
             error = problem
-        _agree("settings", _settings(basic_optimizer), error)
+        _agree(f"settings {next(_agreements)}", _settings(basic_optimizer), error)
         if not self.zero_optimization():
             return method(self, basic_optimizer)
         # ZeRO cannot flatten a group in which nothing is trained.
@@ -210,8 +226,8 @@ def _digest(value) -> str:
 
 
 def _agree(about: str, config: dict, error: Exception | None, timeout_s: float = 60.0) -> None:
-    """All ranks come here together. An error on one rank is raised on all, with one text; so are settings that differ."""
-    number = next(_agreements)
+    """All ranks come here together. An error on one rank is raised on all, with one text; so are settings that differ. ``about``: a name
+    of its own each time."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         if error is not None:
             raise error
@@ -221,7 +237,7 @@ def _agree(about: str, config: dict, error: Exception | None, timeout_s: float =
               "error": None if text is None else str(text)}
     try:
         handshake.agree(c10d._get_default_store(), torch.distributed.get_rank(), torch.distributed.get_world_size(),
-                        json.loads(json.dumps(record, default=str)), name=f"scape/{about} {number}",
+                        json.loads(json.dumps(record, default=str)), name=f"scape/{about}",
                         timeout_s=timeout_s)
     except ZipScapeError as verdict:
         raise verdict from error

@@ -6,7 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_scape.optimizer import deepspeed_hooks
 from tests.scape.zero_cases import initialize, settings
+from zipscape.errors import HandshakeError
 
 
 def refused(config, expected, model=None, mpu=None, parameters=None):
@@ -63,6 +65,22 @@ def case_a_setting_that_is_wrong_on_one_rank(rank, world_size):
     assert not sent, "over NCCL ranks wait for ever in a broadcast of different sizes"
     refused(settings(1), "fields: shapes", nn.Sequential(nn.Linear(8, 5 + rank, bias=False), nn.Linear(8, 6 - rank, bias=False)))
     refused(settings(1), "groups", nn.Linear(8, 8), parameters=lambda model: list(model.parameters())[rank:])
+
+
+def case_another_optimizer_on_one_rank(rank, world_size):
+    """The ranks with SCAPE hear of it at once; the other one goes on, as without us."""
+    engine = SimpleNamespace(optimizer_name=lambda: "AdamW" if rank == 1 else "SCAPE", client_optimizer=None, module=nn.Linear(2, 2),
+                             pipeline_parallelism=False, autotp_size=lambda: 0, mpu=None)
+    broadcast = deepspeed_hooks._shaped_alike(lambda engine: "sent")
+    if rank == 1:
+        assert broadcast(engine) == "sent"
+        return
+    try:
+        broadcast(engine)
+    except HandshakeError as error:
+        assert "enabled differs: true on rank 0, false on rank 1" in str(error), error
+    else:
+        raise AssertionError("not noticed")
 
 
 def case_sparse_gradients(rank, world_size):

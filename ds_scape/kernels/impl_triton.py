@@ -13,7 +13,7 @@ from zipscape.errors import BuildError, describe
 
 LOG_TILE, STEP, SPARSE = 12, 1024, 256         # elements of a program: of a residual (log2), of a step, of those at scattered places
 #: Programs of passes that most often have nothing to do.
-FEW = 512
+FEW = 2048
 
 
 @functools.cache

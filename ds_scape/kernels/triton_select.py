@@ -23,13 +23,19 @@ TILE, WORDS, NOTES, LINES, BRACKET = (tl.constexpr(i) for i in (512, 16, 64, 16,
 LOW, THIRD = tl.constexpr(19), tl.constexpr(10)
 SIZE, THIRD_SIZE = tl.constexpr(8192), tl.constexpr(1024)
 #: Fields of a search that the kernels fill in: the bracket's ends; whether it was wrong; keys above it; digits that are settled, how many
-#: keys with them are wanted, and how many are equal to the last one. There is room for eight.
-LO, HI, AGAIN, ABOVE, PREFIX, WANTED, EQUAL = (tl.constexpr(i) for i in range(7))
+#: keys with them are wanted, and how many are equal to the last one. In the first search: whether any bracket was wrong.
+LO, HI, AGAIN, ABOVE, PREFIX, WANTED, EQUAL, ANY_AGAIN = (tl.constexpr(i) for i in range(8))
 
 
 @triton.jit
 def _field(state, s, FIELD: tl.constexpr, is_valid=None):
     return tl.load(state + s * 8 + FIELD, is_valid)
+
+
+@triton.jit
+def _to_do(state, num_tiles, again):
+    """The number of tiles to look through."""
+    return tl.where(tl.load(state + ANY_AGAIN, again != 0, other=1) != 0, num_tiles, 0)
 
 
 @triton.jit
@@ -72,7 +78,7 @@ def _stride(searches, s, again, is_valid):
 def sample(rank_by, square, last_sync, search_of_tile, searches, state, histograms, num_tiles: tl.int64, step: tl.int32, max_age: tl.int32,
            again: tl.int32, HAS_SQUARE: tl.constexpr, ROWS: tl.constexpr):
     """again: 1 only for searches that have to be done again. A sampled line is another one than in the tile before."""
-    for begin in range(tl.program_id(0) * ROWS, num_tiles, tl.num_programs(0) * ROWS):
+    for begin in range(tl.program_id(0) * ROWS, _to_do(state, num_tiles, again), tl.num_programs(0) * ROWS):
         t = (begin + tl.arange(0, ROWS)).to(tl.int32)
         is_live = t < num_tiles
         s, place, first, stop, number = _tiles(search_of_tile, searches, t, is_live)
@@ -141,7 +147,7 @@ def clear(rank_by, square, last_sync, chosen, search_of_tile, searches, state, w
           max_age: tl.int32, again: tl.int32, HAS_SQUARE: tl.constexpr):
     """Tile after tile, by one warp."""
     column = tl.arange(0, TILE)
-    for t in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+    for t in range(tl.program_id(0), _to_do(state, num_tiles, again), tl.num_programs(0)):
         s, place, first, stop, _ = _tiles(search_of_tile, searches, t, True)
         if (again == 0) | (_field(state, s, AGAIN) != 0):
             below, above, overdue_below, overdue_above = _limits(_field(state, s, LO), _field(state, s, HI))
@@ -186,7 +192,7 @@ def lowest(word):
 @triton.jit
 def unclear(rank_by, square, last_sync, chosen, search_of_tile, searches, state, histograms, words, notes, num_notes, num_tiles: tl.int32,
             step: tl.int32, max_age: tl.int32, again: tl.int32, HAS_SQUARE: tl.constexpr, ROWS: tl.constexpr):
-    for begin in range(tl.program_id(0) * ROWS, num_tiles, tl.num_programs(0) * ROWS):
+    for begin in range(tl.program_id(0) * ROWS, _to_do(state, num_tiles, again), tl.num_programs(0) * ROWS):
         t = begin + tl.arange(0, ROWS)
         is_live = t < num_tiles
         s, place, _, _, _ = _tiles(search_of_tile, searches, t, is_live)
@@ -223,7 +229,9 @@ def settle_two(searches, state, histograms, again: tl.int32):
         number = tl.sum((sums < wanted).to(tl.int32), 0)
         digit = SIZE - 1 - number
         above = tl.sum(tl.where(tl.arange(0, SIZE) < number, counts, 0), 0)
-        tl.store(state + s * 8 + AGAIN, ((wanted <= 0) | (number == SIZE)).to(tl.int32))
+        is_wrong = ((wanted <= 0) | (number == SIZE)).to(tl.int32)
+        tl.store(state + s * 8 + AGAIN, is_wrong)
+        tl.atomic_or(state + ANY_AGAIN, is_wrong, sem="relaxed")
         tl.store(state + s * 8 + PREFIX, ((_field(state, s, LO) << (LOW - THIRD)) + digit) << THIRD)
         tl.store(state + s * 8 + WANTED, wanted - above)
 

@@ -10,10 +10,10 @@ from ds_zipccl.codec.codec import Codec
 from ds_zipccl.collectives import streams
 from ds_zipccl.collectives.flight import NO_MAIL, Flight, observe
 from ds_zipccl.collectives.launch import STATUS_BYTES, Launch, frames_bytes
-from ds_zipccl.collectives.plans import Plan, Recipe, Rows, exchange
-from ds_zipccl.collectives.reduce_scatter import FIRST_SPILL, summable, summing
+from ds_zipccl.collectives.plans import Plan, Recipe, Rows
+from ds_zipccl.collectives.reduce_scatter import FIRST_SPILL, RowExchange, summable, summing
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
-from ds_zipccl.collectives.transport import all_but, all_gather_bytes, all_to_all_bytes
+from ds_zipccl.collectives.transport import all_gather_bytes, all_to_all_bytes
 from ds_zipccl.collectives.views import divisor, flat
 from ds_zipccl.errors import CollectiveError
 from ds_zipccl.kernels.rank_order import sum_in_order
@@ -48,19 +48,17 @@ class _Reduction(Flight):
         self._numel = numel = _part_numel(call)
         itemsize, world_size = call.dtype.itemsize, call.world_size
         self._part_bytes = numel * itemsize * (world_size - 1)
-        sent, received, sums_frames = (self.take_frames(c, world_size) for c in (codec, codec, sums_codec))
+        self._exchange, sums_frames = RowExchange(self, codec, numel), self.take_frames(sums_codec, world_size)
         self._sums = self.take_bytes(numel * itemsize).view(call.dtype)
         self._padded = None if call.input.numel() == world_size * numel else self.take_bytes(world_size * numel * itemsize).view(call.dtype)
-        self._sent, self._received, self._pieces = sent.view(-1), received.view(-1), all_but(call.rank, received, sent)
         self._frames, self._own = sums_frames.view(-1), sums_frames[call.rank]
         self.words, self._sums_words, self._sums_status = self.everyones_words(), self.everyones_words(), torch.empty_like(self.status)
-        self._encode = self.encoder(codec, sent, skip=call.rank)
-        self._sum = summing(codec, received, call, offset=call.rank * numel)
-        self._encode_sums = self.encoder(sums_codec, sums_frames[call.rank:call.rank + 1], status=self._sums_status)
+        self._sum = summing(codec, self._exchange.received, call, offset=call.rank * numel)
+        self._encode_sums = self.encoder(sums_codec, sums_frames[call.rank:call.rank + 1], status=self._sums_status, phase="sums")
         self._decode_sums = sums_codec.decoder(sums_frames, skip=call.rank)
         self._parts = self._sums_work = self._raw = self._failure = None
         if self._padded is None:
-            self.recipe = Recipe([Rows(codec, sent, call.rank)], None, anywhere=True, payload=exchange(*reversed(self._pieces)))
+            self.recipe = Recipe([self._exchange.rows], None, anywhere=True, payload=self._exchange.payload)
             own = Rows(sums_codec, sums_frames[call.rank:call.rank + 1])
             self._sums_recipe = Recipe([own], [Rows(sums_codec, sums_frames, call.rank)], copy=(0, call.rank * numel, numel))
         self._sums_plan: Plan | None = None
@@ -70,10 +68,10 @@ class _Reduction(Flight):
         self._parts, self._raw = self._pad(call), None
 
     def encode(self, call: Call) -> None:
-        self._encode(self._parts)
+        self._exchange.encode(self._parts)
 
     def send(self, call: Call) -> dist.Work:
-        return all_to_all_bytes(self._received, self._sent, self.channel, self._pieces)
+        return self._exchange.send(self.channel)
 
     def _pad(self, call: Call) -> torch.Tensor:
         """The input, padded with zeros; no copy where it comes out even."""

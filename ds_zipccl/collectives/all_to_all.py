@@ -14,7 +14,7 @@ from ds_zipccl.codec.integrity import for_rank
 from ds_zipccl.collectives import pairs
 from ds_zipccl.collectives.flight import Flight, observe
 from ds_zipccl.collectives.launch import STATUS_BYTES, Kind, Launch, frames_bytes, ready
-from ds_zipccl.collectives.plans import Recipe, Rows, exchange
+from ds_zipccl.collectives.plans import Recipe, Rows, Transfer, exchange
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
 from ds_zipccl.collectives.transport import Pieces, exchange_bytes
 from ds_zipccl.collectives.views import as_rows, flat, gaussians
@@ -52,7 +52,12 @@ class _Exchange(Flight):
     def __init__(self, call: Call, launch: Launch, sent: pairs.Side, received: pairs.Side):
         super().__init__(call, launch)
         self._sent, self._received, self._resent = sent, received, {}       # by peer: raw bytes in place of an overflowed frame
-        self._frames, self._arriving = self._buffers(sent), self._buffers(received)
+        self._whole = self._whole_of_two(sent, received)
+        if self._whole is None:
+            self._frames, self._arriving = self._buffers(sent), self._buffers(received)
+        else:
+            peer, rows = 1 - self.rank, self._whole.view(2, -1)
+            self._frames, self._arriving = {peer: rows[self.rank:self.rank + 1]}, {peer: rows[peer:peer + 1]}
         self._classes = [[(peer, piece.capacity) for peer, piece in enumerate(side.pieces) if piece.codec is not None]
                          for side in (sent, received)]
         counts, counts_in = sent.word_counts, received.word_counts
@@ -69,6 +74,13 @@ class _Exchange(Flight):
         self.wire_bytes, self.raw_bytes = sent.wire_bytes + STATUS_BYTES * sum(counts), _raw_bytes(call)
         self._bind(call)
 
+    def _whole_of_two(self, sent: pairs.Side, received: pairs.Side) -> torch.Tensor | None:
+        """Where two ranks exchange frames of one size by an all-gather: its memory."""
+        frames = [run.codec.frame_bytes for side in (sent, received) for run in side.runs]
+        if self.world_size != 2 or len(frames) < 2 or frames[0] != frames[1] or not self.launch.side.pair_gathers():
+            return None
+        return self.take_bytes(sum(frames))
+
     def _buffers(self, side: pairs.Side) -> dict[int, torch.Tensor]:
         """{first peer of a run: its frames [count, frame_bytes]}."""
         buffer, frames, end = self.take_bytes(side.frame_bytes), {}, 0
@@ -81,6 +93,10 @@ class _Exchange(Flight):
         everything = all(piece.codec is not None or piece.numel == 0 or peer == self.rank
                          for side in (self._sent, self._received) for peer, piece in enumerate(side.pieces))
         self._bound = isinstance(call.input, torch.Tensor) and everything
+        if self._bound or self._whole is not None:
+            nothing = [torch.empty(0, dtype=torch.uint8, device=self.device)] * self.world_size
+            self._places, self._arrivals = (Pieces(self._wire(side, frames, nothing)) for side, frames in (
+                (self._sent, self._frames), (self._received, self._arriving)))
         if not self._bound:
             return
 
@@ -91,13 +107,11 @@ class _Exchange(Flight):
         self._decoders = [for_rank(run.codec, run.first).decoder(self._arriving[run.first], offset=offset(self._received, run.first))
                           for run in self._received.runs]
         self._own = offset(self._sent, self.rank), offset(self._received, self.rank), self._sent.pieces[self.rank].numel
-        nothing = [torch.empty(0, dtype=torch.uint8, device=self.device)] * self.world_size
-        self._places, self._arrivals = (Pieces(self._wire(side, frames, nothing)) for side, frames in (
-            (self._sent, self._frames), (self._received, self._arriving)))
         self.recipe = Recipe(
             [Rows(run.codec, self._frames[run.first], offset=offset(self._sent, run.first)) for run in self._sent.runs],
             [Rows(run.codec, self._arriving[run.first], offset=offset(self._received, run.first)) for run in self._received.runs],
-            copy=self._own, payload=exchange(self._places, self._arrivals))
+            copy=self._own, payload=exchange(self._places, self._arrivals) if self._whole is None else (
+                Transfer(self._places[1 - self.rank], self._whole),))
 
     def _wire(self, side: pairs.Side, frames: dict[int, torch.Tensor], pieces) -> list[torch.Tensor]:
         """The bytes on the wire of every rank's piece."""
@@ -122,6 +136,8 @@ class _Exchange(Flight):
                     self.encoder(run.codec, part)(rows)
 
     def send(self, call: Call) -> dist.Work:
+        if self._whole is not None:
+            return exchange_bytes(self._arrivals, self._places, self.channel, self._whole)
         if self._bound:
             return exchange_bytes(self._arrivals, self._places, self.channel)
         return exchange_bytes(self._wire(self._received, self._arriving, self._outputs()),

@@ -76,7 +76,8 @@ class Flight:
         """Frames [num_rows, frame_bytes], the same way."""
         return self.take_bytes(num_rows * codec.frame_bytes).view(num_rows, codec.frame_bytes)
 
-    def encoder(self, codec: Codec, frames: torch.Tensor, skip: int = -1, offset: int = 0, status: torch.Tensor | None = None):
+    def encoder(self, codec: Codec, frames: torch.Tensor, skip: int = -1, offset: int = 0, status: torch.Tensor | None = None,
+                phase: str = ""):
         """``Codec.encoder``, with this rank's given window where the configuration wants one; what is decoded needs no such thing."""
         windows, status = self.windows, self.status if status is None else status
         if windows is None:
@@ -84,7 +85,7 @@ class Flight:
 
         def encode(x: torch.Tensor) -> None:
             rows = ops.rows_of(x, offset, frames.shape[0], codec.geometry)
-            windows.codec(codec, rows).encode(rows, frames, status, skip)
+            windows.codec(codec, rows, phase).encode(rows, frames, status, skip)
 
         return encode
 

@@ -63,6 +63,16 @@ def _host() -> list:
     return [boot, os.stat(FOLDER).st_dev]
 
 
+def _is_linked(device: torch.device) -> bool:
+    """Whether NCCL has this GPU write into all others of the host, as far as can be told; no other device is asked."""
+    if device.type != "cuda":
+        return True
+    if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0") or os.environ.get("NCCL_P2P_LEVEL", "") in ("0", "LOC"):
+        return False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return all(other == index or torch.cuda.can_device_access_peer(index, other) for other in range(torch.cuda.device_count()))
+
+
 def _make(num_bytes: int) -> tuple[str, int]:
     """A new file with all its memory: (path, descriptor). As long as that is open the file is known to be somebody's."""
     _sweep()
@@ -116,6 +126,7 @@ class Meeting:
         self._store, self._num_gathers, self._awaited = store, 0, None
         self._path, self._file, self._remove, self._candidate = None, None, None, None
         self._why_ended: str | None = None
+        self.linked = True                              # as far as is known, all ranks' devices reach each other directly
 
     @property
     def over(self) -> bool:
@@ -142,7 +153,7 @@ class Meeting:
             step()
 
     def _say_where(self) -> None:
-        record = {"why_not": "off" if _is_off() else None, "host": None}
+        record = {"why_not": "off" if _is_off() else None, "host": None, "linked": _is_linked(self._device)}
         if record["why_not"] is None:
             try:
                 record["host"] = _host()
@@ -158,6 +169,7 @@ class Meeting:
     def _map(self) -> None:
         records = self._hear("where")
         why_not = verdict(records, self._size)
+        self.linked = why_not != "hosts" and all(record["linked"] for record in records)
         if why_not is None:
             record = {"why_not": None, "host": None}
             try:

@@ -1,5 +1,7 @@
-"""Large calls in parts, one after another: encode, transfer and decode of neighbours overlap, and frames stay within the workspace's
-bound.
+"""Calls whose frames would not fit the workspace, in parts one after another: encode, transfer and decode of neighbours overlap.
+
+Others stay whole. Over host memory two parts of a 256 MiB gather save 0.06 ms of the codec's time and cost 0.1 ms of the transfer's, which
+begins anew, and the host's time for a call; more parts lose more.
 
 A part is a call of its own (status words, capacity, resend), launched in order on every rank. At most IN_FLIGHT are in flight.
 """
@@ -15,31 +17,23 @@ from ds_zipccl.collectives.registry import Call, CollectiveSpec
 from ds_zipccl.config import ZipcclConfig
 from zipscape.errors import ZipScapeError
 
-PART_BYTES = 128 << 20              # GPU: of the whole tensor; below it, latency would eat what overlap gains
-MAX_PARTS = 16
 IN_FLIGHT = 2
 
 
-def part_numel(row_numel: int, whole_bytes: int, on_gpu: bool, max_workspace_bytes: int) -> int:
+def part_numel(row_numel: int, whole_bytes: int, max_workspace_bytes: int) -> int:
     """Elements of a row in each part, whole tiles: ``row_numel`` means one part, 0 that not even one tile fits.
 
     The same on every rank: a function of size and settings. Frames of a call count as twice ``whole_bytes``: two sets, each no larger
     than the tensor.
     """
-    goal, fits = whole_bytes, 2 * whole_bytes <= max_workspace_bytes
-    if on_gpu and whole_bytes >= 2 * PART_BYTES:
-        goal = max(PART_BYTES, -(-whole_bytes // MAX_PARTS))
-    if goal < whole_bytes or not fits:
-        goal = min(goal, max_workspace_bytes // (2 * IN_FLIGHT))
-    if goal >= whole_bytes:
+    if 2 * whole_bytes <= max_workspace_bytes:
         return row_numel
-    numel = row_numel * goal // whole_bytes // TILE_ELEMS * TILE_ELEMS
-    return row_numel if fits and numel == 0 else min(numel, row_numel)
+    goal = min(max_workspace_bytes // (2 * IN_FLIGHT), whole_bytes)
+    return min(row_numel * goal // whole_bytes // TILE_ELEMS * TILE_ELEMS, row_numel)
 
 
 def _part_numel(spec: CollectiveSpec, call: Call, config: ZipcclConfig) -> int:
-    return part_numel(spec.row_numel(call), spec.whole_numel(call) * call.dtype.itemsize, call.device.type == "cuda",
-                      config.max_workspace_bytes)
+    return part_numel(spec.row_numel(call), spec.whole_numel(call) * call.dtype.itemsize, config.max_workspace_bytes)
 
 
 def can_fit(spec: CollectiveSpec, call: Call, config: ZipcclConfig) -> bool:

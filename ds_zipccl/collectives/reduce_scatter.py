@@ -11,9 +11,9 @@ from ds_zipccl.codec.codec import Codec
 from ds_zipccl.collectives.flight import Flight
 from ds_zipccl.collectives.launch import STATUS_BYTES, Launch, frames_bytes
 from ds_zipccl.collectives.parts import ranges
-from ds_zipccl.collectives.plans import Recipe, Rows, exchange
+from ds_zipccl.collectives.plans import Recipe, Rows, Transfer, exchange
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
-from ds_zipccl.collectives.transport import all_but, all_to_all_bytes, native_reduce_scatter
+from ds_zipccl.collectives.transport import all_but, all_gather_bytes, all_to_all_bytes, native_reduce_scatter
 from ds_zipccl.collectives.views import as_rows, divisor, equal_numels, flat
 from ds_zipccl.kernels.rank_order import sum_in_order
 
@@ -29,6 +29,33 @@ def _rows(call: Call) -> torch.Tensor:
     return torch.stack(pieces) if rows is None else rows
 
 
+class RowExchange:
+    """Every rank's row for every other one, zipped: frames of what this rank sends, and of what it ``received`` [world size, bytes], in
+    which its own row is nobody's. ``rows``: what is to be encoded, ``encode(x)`` does, of ``x`` [world size, n]. ``payload``: for a
+    ``Recipe``."""
+
+    def __init__(self, flight: Flight, codec: Codec, numel: int):
+        rank, world = flight.rank, flight.world_size
+        self.received = flight.take_frames(codec, world)
+        self._whole, self._own, self._sent = self.received.view(-1), None, None
+        if flight.launch.side.pair_gathers():
+            self._own = self.received[rank]
+            self.rows = Rows(codec, self.received[rank:rank + 1], offset=(1 - rank) * numel)
+            self.payload = Transfer(self._own, self._whole),
+        else:
+            sent = flight.take_frames(codec, world)
+            self._sent, self._pieces = sent.view(-1), all_but(rank, self.received, sent)
+            first, end = int(rank == 0), world - (rank == world - 1)            # without the own row, where that is at an end
+            self.rows = Rows(codec, sent[first:end], rank if end - first == world else -1, first * numel)
+            self.payload = exchange(*reversed(self._pieces))
+        self.encode = flight.encoder(codec, self.rows.frames, self.rows.skip, self.rows.offset)
+
+    def send(self, channel) -> dist.Work:
+        if self._own is not None:
+            return all_gather_bytes(self._whole, self._own, channel)
+        return all_to_all_bytes(self._whole, self._sent, channel, self._pieces)
+
+
 class _Scatter(Flight):
     """Phases: 1. encode each peer's piece; 2. exchange frames; 3. decode and sum in rank order.
 
@@ -38,25 +65,24 @@ class _Scatter(Flight):
 
     def __init__(self, call: Call, launch: Launch, codec: Codec):
         super().__init__(call, launch)
-        sent, received = self.take_frames(codec, call.world_size), self.take_frames(codec, call.world_size)
-        self._sent, self._received, self._pieces = sent.view(-1), received.view(-1), all_but(call.rank, received, sent)
-        self.words = self.everyones_words()
-        self._encode = self.encoder(codec, sent, skip=call.rank)
-        self._sum = summing(codec, received, call, offset=call.rank * call.output.numel())
+        numel = call.output.numel()
+        self._exchange = RowExchange(self, codec, numel)
+        received, self.words = self._exchange.received, self.everyones_words()
+        self._sum = summing(codec, received, call, offset=call.rank * numel)
         self._rows: torch.Tensor | None = None
         if isinstance(call.input, torch.Tensor) and divisor(call) == 1:
-            self.recipe = Recipe([Rows(codec, sent, call.rank)], [Rows(codec, received, call.rank, call.rank * call.output.numel())],
-                                 sums=True, payload=exchange(*reversed(self._pieces)))
+            self.recipe = Recipe([self._exchange.rows], [Rows(codec, received, call.rank, call.rank * numel)], sums=True,
+                                 payload=self._exchange.payload)
         self.wire_bytes = (codec.frame_bytes + STATUS_BYTES) * (call.world_size - 1)
 
     def prepare(self, call: Call) -> None:
         self._rows = _rows(call) if isinstance(call.input, tuple) else call.input
 
     def encode(self, call: Call) -> None:
-        self._encode(self._rows)
+        self._exchange.encode(self._rows)
 
     def send(self, call: Call) -> dist.Work:
-        return all_to_all_bytes(self._received, self._sent, self.channel, self._pieces)
+        return self._exchange.send(self.channel)
 
     def fill(self, call: Call) -> None:
         self._sum(self._rows, call.output)

@@ -41,10 +41,10 @@ class LaunchWindows:
     def __init__(self, windows: Windows, op: str, by_power_of_two: bool):
         self._windows, self._op, self._by_power_of_two, self._used = windows, op, by_power_of_two, set()
 
-    def codec(self, codec: Codec, rows: torch.Tensor) -> Codec:
-        """``codec`` with the window that ``rows`` [n, numel] are given."""
-        count, numel = rows.shape                  # count: an all_reduce encodes parts, then sums
-        key = (self._op, rows.dtype, numel.bit_length()) if self._by_power_of_two else (self._op, rows.dtype, numel, count)
+    def codec(self, codec: Codec, rows: torch.Tensor, phase: str = "") -> Codec:
+        """``codec`` with the window that ``rows`` [n, numel] are given. ``phase``: of the call, where several have windows of their own."""
+        numel = rows.shape[1]
+        key = (self._op, rows.dtype, numel.bit_length()) if self._by_power_of_two else (self._op, rows.dtype, numel, phase)
         self._used.add(key)
         return codec.giving(self._windows.of(key, rows))
 

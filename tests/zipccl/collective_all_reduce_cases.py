@@ -3,7 +3,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.collectives import all_reduce, transport
+from ds_zipccl.collectives import reduce_scatter, transport
 from ds_zipccl.collectives.registry import Call
 from ds_zipccl.errors import CollectiveError, FrameError
 from tests.helpers.bits import as_ints, assert_same_bits, gaussian, random_bits, specials
@@ -20,6 +20,7 @@ from tests.zipccl.collective_helpers import (
     flip,
     gathered,
     launch,
+    payloads_by_torch,
     runtime,
     spoiled,
 )
@@ -158,13 +159,13 @@ def case_corrupt_part_of_an_all_reduce_fails_on_all_ranks(rank, world):
             out.fill_(7)
         return work
 
-    with runtime() as live:
+    with payloads_by_torch(), runtime() as live:
         data = gaussian(world * 3000, seed=rank)
-        all_reduce.all_to_all_bytes = corrupting
+        reduce_scatter.all_to_all_bytes = corrupting
         try:
             works = [launch(live, "all_reduce", t, t) for t in (data.clone(), data.clone())]
         finally:
-            all_reduce.all_to_all_bytes = original
+            reduce_scatter.all_to_all_bytes = original
         for work in works:
             with pytest.raises((FrameError, CollectiveError), match="corrupt frame" if rank == 1 else "rank 1 of group"):
                 work.wait()
@@ -181,18 +182,18 @@ def case_flipped_bits_in_either_phase_of_an_all_reduce_are_seen(rank, world):
         return spoiled(work, lambda: flip(out.view(world, -1)[(rank + 1) % world], SIGNS_OF_4096 + 50, 0x80))
 
     for phase in ("parts", "sums"):
-        with runtime() as live:
+        with payloads_by_torch(), runtime() as live:
             data = gaussian(world * 4096, seed=rank, sigma=0.5)
             expected = everyones_sum(data, world)
             bulk = live.state(dist.group.WORLD, data.device).bulk
             if phase == "sums":
                 bulk.all_gather = lambda out, own, gather=bulk.all_gather: flipped(gather(out, own), out)
             else:
-                all_reduce.all_to_all_bytes = lambda out, rows, group, *more: flipped(original(out, rows, group, *more), out)
+                reduce_scatter.all_to_all_bytes = lambda out, rows, group, *more: flipped(original(out, rows, group, *more), out)
             try:
                 assert carry_out(live, "all_reduce", data, data)
             finally:
-                all_reduce.all_to_all_bytes = original
+                reduce_scatter.all_to_all_bytes = original
             assert not torch.equal(as_ints(data), as_ints(expected)), phase
 
 

@@ -19,6 +19,7 @@ from tests.zipccl.collective_helpers import (
     gathered,
     launch,
     native_reduce_scatter,
+    payloads_by_torch,
     rank_order_sum,
     runtime,
 )
@@ -257,7 +258,7 @@ def case_subgroups(rank, world):
 
 
 def case_wire_bytes_are_what_is_sent(rank, world):
-    with runtime() as live:
+    with payloads_by_torch(), runtime() as live:
         size = 100000
         data, out = gaussian(size, seed=rank), torch.empty(world * size, dtype=torch.bfloat16)
         sent = []

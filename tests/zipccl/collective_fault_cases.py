@@ -20,6 +20,7 @@ from tests.zipccl.collective_helpers import (
     gathered,
     launch,
     native_reduce_scatter,
+    payloads_by_torch,
     rank_order_sum,
     runtime,
     spoiled,
@@ -230,7 +231,7 @@ def case_flipped_bit_in_the_transport_is_seen(rank, world):
         return spoiled(original(out, rows, group, *more), lambda: flip(frames[(rank + 1) % world], SIGNS_OF_4096 + 50, 0x80))     # a sign
 
     from ds_zipccl.collectives import reduce_scatter
-    with runtime() as live:
+    with payloads_by_torch(), runtime() as live:
         data = gaussian(world * 4096, seed=rank, sigma=0.5)
         out = torch.empty(4096, dtype=data.dtype)
         reduce_scatter.all_to_all_bytes = flipping

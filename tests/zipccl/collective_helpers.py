@@ -57,12 +57,12 @@ def assert_same_sum(got, expected, ours, where):
 
 @contextlib.contextmanager
 def payloads_by_torch():
-    """Who looks at payloads on their way, or changes them, sees those of prepared calls too."""
-    original, nccl_direct.handle = nccl_direct.handle, lambda backend: 0
+    """Who looks at payloads on their way, or changes them, sees those of prepared calls too, and exchanges as exchanges."""
+    original, nccl_direct.handle, transport.PAIRS_GATHER = nccl_direct.handle, lambda backend: 0, False
     try:
         yield
     finally:
-        nccl_direct.handle = original
+        nccl_direct.handle, transport.PAIRS_GATHER = original, None
 
 
 def spoiled(work, spoil):

@@ -9,11 +9,13 @@ from itertools import combinations
 import torch
 import torch.distributed as dist
 
+from ds_zipccl.collectives import all_to_all, reduce_scatter, transport
 from ds_zipccl.collectives.capacity import CALM_AFTER, LAG
 from ds_zipccl.collectives.registry import Call
 from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits
-from tests.zipccl.collective_helpers import AG, begin, runtime
+from tests.zipccl import collective_all_reduce_cases, collective_cases, collective_pair_cases
+from tests.zipccl.collective_helpers import A2A, AG, RS, begin, payloads_by_torch, runtime
 
 LIMIT_S = 40                            # of a case's calls; alone they take milliseconds, and a deadlock the group's 60 s
 N = 20000
@@ -272,3 +274,30 @@ def case_capacities_agree_however_ranks_wait(rank, world):
             everyones = [None] * world
             dist.all_gather_object(everyones, rooms)
             assert all(each == rooms for each in everyones), everyones
+
+
+def case_exchanges_by_gathers_at_2(rank, world):
+    """As two GPUs without a direct link make them: the same bits where all pieces have one size, where they have not, after overflows."""
+    gathers, original = [], (all_to_all.exchange_bytes, reduce_scatter.all_gather_bytes)
+
+    def exchange(received, sent, group, whole=None):
+        gathers.append(A2A if whole is not None else "not")
+        return original[0](received, sent, group, whole)
+
+    def gather(*args):
+        gathers.append(RS)
+        return original[1](*args)
+
+    all_to_all.exchange_bytes, reduce_scatter.all_gather_bytes = exchange, gather
+    try:
+        with payloads_by_torch():
+            transport.PAIRS_GATHER = True
+            for case in (collective_pair_cases.case_all_to_all_bits, collective_pair_cases.case_uneven_splits,
+                         collective_pair_cases.case_pair_overflows, collective_cases.case_reduce_scatter_bits,
+                         collective_cases.case_reduce_scatter_in_place_with_garbage_padding,
+                         collective_all_reduce_cases.case_all_reduce_bits,
+                         collective_all_reduce_cases.case_all_reduce_overflows_in_either_phase):
+                case(rank, world)
+    finally:
+        all_to_all.exchange_bytes, reduce_scatter.all_gather_bytes = original
+    assert {A2A, RS, "not"} == set(gathers)

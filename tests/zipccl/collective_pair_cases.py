@@ -328,9 +328,9 @@ def case_adaptive_all_to_alls_agree(rank, world):
 def case_bytes_on_the_wire_are_counted(rank, world):
     sent, original = [], all_to_all.exchange_bytes
 
-    def measuring(received, pieces, group):
+    def measuring(received, pieces, *rest):
         sent.append(sum(piece.numel() for piece in pieces))
-        return original(received, pieces, group)
+        return original(received, pieces, *rest)
 
     all_to_all.exchange_bytes = measuring
     try:
@@ -355,8 +355,8 @@ def case_flipped_bit_in_an_exchange_is_seen(rank, world):
     original = transport.exchange_bytes
     for rows, at in ((BIG, 128 + 256 + 3 * 384 + 10), (SMALL, 5))[:world - 1]:      # of two ranks, a raw piece would be all
 
-        def flipping(received, sent, group, at=at):
-            return spoiled(original(received, sent, group), lambda: flip(received[(rank + 1) % world], at, 0x80))
+        def flipping(received, sent, *rest, at=at):
+            return spoiled(original(received, sent, *rest), lambda: flip(received[(rank + 1) % world], at, 0x80))
 
         with payloads_by_torch(), runtime() as live:
             matrix = [[rows if j == (i - 1) % world else 2 * BIG for j in range(world)] for i in range(world)]

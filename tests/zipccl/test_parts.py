@@ -2,35 +2,33 @@
 import pytest
 
 from ds_zipccl.codec.format import TILE_ELEMS
-from ds_zipccl.collectives.parts import IN_FLIGHT, MAX_PARTS, PART_BYTES, part_numel, ranges
+from ds_zipccl.collectives.parts import IN_FLIGHT, part_numel, ranges
 
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("world", [2, 3, 8, 64])
 @pytest.mark.parametrize("row_mib", [1, 7, 63, 64, 300, 5000])
 @pytest.mark.parametrize("workspace_mib", [16, 1024])
-def test_parts_are_whole_tiles_and_fit(on_gpu, world, row_mib, workspace_mib):
+def test_parts_are_whole_tiles_and_fit(world, row_mib, workspace_mib):
     row, whole, workspace = row_mib * MIB // 2 + 5, world * (row_mib * MIB + 10), workspace_mib * MIB
-    part = part_numel(row, whole, on_gpu, workspace)
+    part = part_numel(row, whole, workspace)
     fits = 2 * whole <= workspace
     if part == row:
-        assert fits and (not on_gpu or whole < 2 * PART_BYTES or whole <= workspace // 4)
+        assert fits
         return
     if part == 0:
         assert not fits and world * TILE_ELEMS * 2 > workspace // (2 * IN_FLIGHT)
         return
     assert part % TILE_ELEMS == 0 and part < row
     assert IN_FLIGHT * 2 * part * world * 2 <= workspace
-    if on_gpu and whole // MAX_PARTS <= workspace // (2 * IN_FLIGHT):
-        assert -(-row // part) <= MAX_PARTS + 1
+    assert -(-row // part) <= 2 * whole // (workspace // (2 * IN_FLIGHT)) + 1
 
 
-def test_on_a_cpu_calls_stay_whole_while_they_fit():
-    assert part_numel(1 << 27, 1 << 29, False, 1 << 30) == 1 << 27
-    assert part_numel(1 << 27, 1 << 29, True, 1 << 30) == 1 << 25
-    assert part_numel(1 << 25, 1 << 26, True, 1 << 30) == 1 << 25
+def test_calls_stay_whole_while_they_fit():
+    assert part_numel(1 << 27, 1 << 29, 1 << 30) == 1 << 27
+    assert part_numel(1 << 28, 1 << 30, 1 << 30) == 1 << 26
+    assert part_numel(1 << 25, 1 << 26, 1 << 30) == 1 << 25
 
 
 @pytest.mark.parametrize("numel", [0, 1, TILE_ELEMS, TILE_ELEMS + 1, 5 * TILE_ELEMS, 9 * TILE_ELEMS + 77])

@@ -25,6 +25,7 @@ from ds_zipccl.collectives.launch import STATUS_BYTES, Flight, Kind, Launch  # n
 from ds_zipccl.collectives.native_calls import NativeCalls, list_signature, signature
 from ds_zipccl.collectives.one_sided import Router
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, specs
+from ds_zipccl.collectives.repeats import Repeats
 from ds_zipccl.collectives.views import as_sum, contiguous
 from ds_zipccl.collectives.work import DoneWork, Pending, ZipWork
 from ds_zipccl.collectives.workspace import Workspace
@@ -50,6 +51,7 @@ class Runtime:
         self._seen_reasons: set[tuple[str, str]] = set()
         self._native_calls = NativeCalls(self.stats)
         self._kinds: dict[tuple, Kind] = {}
+        self._repeats = Repeats(config.reprobe_calls)
         self._one_sided = Router(config, kernels, self.stats)
         self.stats.sections["switch"] = self._switch_report
         self.stats.sections["words"] = self._words_report
@@ -60,6 +62,10 @@ class Runtime:
         ``reason_against()``: why the front finds the call not eligible (None: it is); not asked for calls that went native before. Must be
         called by all ranks of the group in the same order.
         """
+        repeated = self._repeats.launch(call)
+        if repeated is not None:
+            flight, kind = repeated
+            return self._counted(flight, self._launched(flight, kind.state, call.outputs, None, call.op))
         self.advance(call.group)
         key = self._key(call)
         known = self._native_calls.find(key, self.config.reprobe_calls)
@@ -97,8 +103,9 @@ class Runtime:
             started = self._start(spec, inner, state, call.outputs, store, kind=kind)
             if not isinstance(started, str):
                 work, flight = started
-                self.stats.zipped(call.op, flight.raw_bytes, flight.wire_bytes)
-                return work
+                if inner is call and kind is not None and not (self._one_sided.wanted or self._one_sided.is_measured):
+                    self._repeats.remember(call, kind, flight, self._groups[call.group.group_name])
+                return self._counted(flight, work)
             reason = started
         self.before_native(call.group, call.device)
         keeps_arithmetic = reason == "incompressible" and spec.reduces and call.world_size > 2
@@ -216,6 +223,7 @@ class Runtime:
     def _forget_calls(self, state: GroupState) -> None:
         """What was made ready for the calls of a group that ends."""
         self._one_sided.abort(state)
+        self._repeats.forget(state)
         self._kinds = {key: kind for key, kind in self._kinds.items() if kind.state is not state}
         self.workspace.drop(lambda flight: flight.launch.state is state)
 
@@ -319,10 +327,18 @@ class Runtime:
         flight = launching.start(spec, call, launch, kind)
         if isinstance(flight, str):
             return flight
-        flight.outputs, flight.store, flight.op = outputs, store, op or call.op
+        return self._launched(flight, state, outputs, store, op or call.op), flight
+
+    @staticmethod
+    def _launched(flight: Flight, state: GroupState, outputs, store, op: str) -> ZipWork:
+        flight.outputs, flight.store, flight.op = outputs, store, op
         pending = _pending(flight, state)
         state.add(pending)
-        return ZipWork(pending, state), flight
+        return ZipWork(pending, state)
+
+    def _counted(self, flight: Flight, work: ZipWork) -> ZipWork:
+        self.stats.zipped(flight.op, flight.raw_bytes, flight.wire_bytes)
+        return work
 
     def _run_to_end(self, spec: CollectiveSpec, call: Call, state: GroupState, kinds: list[tuple[Call, Kind]]) -> bool:
         """A zipped call that is not counted and leaves no trace in the capacities, for probes; False where it is none. ``kinds``: of the

@@ -4,6 +4,7 @@ C62: the call passes what the caller queues after its launch, and does not hold 
 import ctypes
 import itertools
 import subprocess
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -423,3 +424,43 @@ def test_what_a_call_leaves_is_used_again_after_it(gpu, live, op):
                 assert earlier in gpu.before(later), f"{gpu.log[later][:2]} beside {gpu.log[earlier][:2]} on the same memory"
                 again += 1
     assert again > 3
+
+
+@pytest.mark.parametrize("op", ["all_gather_into_tensor", "reduce_scatter_tensor", "broadcast"])
+def test_calls_like_an_earlier_one_are_not_decided_anew(gpu, live, monkeypatch, op):
+    """... and others are."""
+    decisions, choose = [], live._choose
+    monkeypatch.setattr(live, "_choose", lambda *args: (decisions.append(1), choose(*args))[1])
+
+    def are_decided(*calls, stream=7) -> int:
+        decisions.clear()
+        for call in calls:
+            gpu.current = stream
+            end(gpu, live.run(call), 7)
+        return len(decisions)
+
+    def call():
+        return call_of(op, live.group)
+
+    assert are_decided(call(), call(), call()) == 1
+    assert live.stats.snapshot()[op]["calls_zipped"] == 3
+    assert are_decided(call(), stream=9) == 1
+    assert are_decided(replace(call(), group=Group(gpu))) == 1, "another group of the same name"
+    live.group = Group(gpu)
+    assert are_decided(call(), call()) == 1
+    twice = call()
+    twice = replace(twice, input=torch.select(torch.empty(twice.input.numel(), 2, dtype=torch.bfloat16, device=GPU), 1, 0))
+    if op != "broadcast":
+        with pytest.raises(RuntimeError, match="cuda"):             # a copy of it
+            are_decided(twice)
+        assert decisions == [1], "strides"
+    (capacity,) = live.state(live.group, GPU).capacities.values()
+    capacity.spill_per_tile += 64
+    assert are_decided(call(), call()) == 1, "more room"
+    capacity.calls_left_out = 1
+    live.run(call())
+    assert live.stats.snapshot()[op]["native_reasons"] == {"incompressible": 1}
+    live.state(live.group, GPU).capacities.clear()
+    assert are_decided(call(), call()) == 1, "a class that was forgotten"
+    live.close(live.group)
+    assert not live._repeats._known

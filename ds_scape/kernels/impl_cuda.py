@@ -144,10 +144,10 @@ class CudaKernels:
         num_tiles, num_searches, num_groups = len(plan.search_of_tile), len(plan.searches), len(plan.groups)
         chosen = torch.empty(rank_by.numel(), dtype=torch.bool, device=device) if chosen is None else chosen
         searches = plan.searches.clone()
-        histograms = torch.zeros(num_searches, plans.HISTOGRAM, dtype=torch.int32, device=device)
-        noted = empty(num_tiles * (plans.MAX_NOTES + 2) + num_groups, torch.int32)
-        parts = noted.split([plans.MAX_NOTES * num_tiles, num_tiles, num_tiles, num_groups])
-        tensors = (plan.search_of_tile, plan.groups, searches, histograms, *parts)
+        sizes = (num_searches * plans.HISTOGRAM, plans.MAX_NOTES * num_tiles, num_tiles, num_tiles, num_groups)
+        parts = empty(sum(sizes), torch.int32).split(sizes)         # the histograms are the first
+        parts[0].zero_()
+        tensors = (plan.search_of_tile, plan.groups, searches, *parts)
         scratch = c.Scratch(*(t.data_ptr() for t in tensors), num_tiles, num_groups)
         structure = c.select(rank_by, square, last_sync, chosen, step, max_age)
         self._call("select", device, ctypes.byref(structure), ctypes.byref(scratch), num_searches, plan.fills.data_ptr(), len(plan.fills),

@@ -19,7 +19,7 @@ import torch
 from ds_scape.config import ScapeParams
 from ds_scape.kernels import impl_reference, loader
 from ds_scape.optimizer import ranking, spans
-from ds_scape.optimizer.passage import PIECE
+from ds_scape.optimizer.passage import PIECE, exchanged_for, summed_for
 from ds_scape.optimizer.spans import Span
 from ds_scape.optimizer.state import FlatState
 from ds_scape.optimizer.workspace import Workspace
@@ -195,7 +195,8 @@ class Flow:
         most, size = self._passage.piece, self.flats[0].stored_residual.element_size()
         age = max(flat.stored_last_sync.element_size() for flat in self.flats) if self._ages_pass else 0
         own = spans.fitting(most, size, age)
-        return (spans.columns(layouts, ranks * spans.fitting(most, size, age, ranks)),
+        exchanged = min(ranks * spans.fitting(most, size, age, ranks), exchanged_for(self.layout.numel, ranks, self._wire.itemsize))
+        return (spans.columns(layouts, exchanged),
                 [*spans.pieces(by_owner[0], most), *spans.pieces(by_owner[1], own)], ranking.groups(layouts, rank, own))
 
     def _through(self, pieces: list[list[Span]], write_back: bool = True):
@@ -246,7 +247,7 @@ class Flow:
         """What the masks choose. Returns the own residuals, with a sign where they are overdue, if they came here and there is room."""
         rank, left, lasts = self.transport.rank, None, None
         sent = torch.empty(sum(positions.splits), dtype=self._wire, device=self._device)
-        values, cuts = positions.rows(sent), self._cuts(positions)
+        values, cuts = positions.rows(sent), positions.cuts(self._partitions, self.layout, self._device)
         for piece in self._through(self._partitions):
             for span, residual, last in piece:
                 index, out = positions.of[span.owner][span.flat], values[span.owner][span.flat]
@@ -265,26 +266,37 @@ class Flow:
                     self.kernels.take_ages(last, index, span.start, self.num_steps, lasts[span.flat][lo:hi])
                     self._note_order(span, residual, last, early, left)
         self._lend(fresh, space, range(self.layout.world_size) if lasts is None else [rank])
-        counts = positions.counts[rank]
-        mean = space.empty(sum(counts), self.flats[0].weight.dtype, is_tight=True)
-        mark = space.mark()
-        mean_of_rows(self.transport.to_owners(sent, positions.splits, "values", space.empty), mean)
-        space.release(mark)
+        splits = positions.splits
+        room, message = space.for_exchange(sent, splits, rank, self.flats[0].copies.dtype)
+        received = self.transport.to_owners(sent, splits, "values", lambda numel, _: room[:numel])
         del sent, values, out
-        message = space.empty(max(positions.splits), self.flats[0].copies.dtype, is_tight=True)
-        message[sum(counts):] = 0
-        outs = message[:sum(counts)].split(counts)
-        known = lasts or [flat.stored_last_sync for flat in self.flats]
-        for flat, part, index, out, last in zip(self.flats, mean.split(counts), positions.of[rank], outs, known, strict=True):
-            self._owner_step(flat, slice(None), part, index, out, last)
-        for used in (mean, *(lasts or ())):
-            space.give_back(used)
-        del mean, part, lasts, known, last, used
+        self._move_owned(received, positions, message[:splits[rank]].split(positions.counts[rank]), lasts, space)
+        message[splits[rank]:] = 0
+        del received
+        for last in lasts or ():
+            space.give_back(last)
+        del lasts, last
         mark = space.mark()
         gather_weights([flat.copies for flat in self.flats], message, positions, self.transport, space.empty, self.kernels)
         space.release(mark)
-        space.give_back(message)
+        for used in (room, message):
+            space.give_back(used)
         return left
+
+    def _move_owned(self, received, positions: Positions, outs, lasts, space: Workspace) -> None:
+        """Steps 3 and 4 from the workers' values, [W, k], a part of the coordinates after another. outs: get the weights of each buffer."""
+        rank, begin = self.transport.rank, 0
+        mean = space.empty(min(max(positions.counts[rank]), summed_for(self.layout.numel)), self.flats[0].weight.dtype, is_tight=True)
+        for i, (flat, index, out) in enumerate(zip(self.flats, positions.of[rank], outs, strict=True)):
+            for lo in range(0, len(out), len(mean)):
+                hi = min(lo + len(mean), len(out))
+                part, last = mean_of_rows(received[:, begin + lo:begin + hi], mean[:hi - lo]), flat.stored_last_sync
+                where = slice(lo, hi) if index is None else slice(None)
+                if lasts is not None or index is None:
+                    last = (lasts[i] if lasts is not None else last)[lo:hi]
+                self._owner_step(flat, where, part, None if index is None else index[lo:hi], out[lo:hi], last)
+            begin += len(out)
+        space.give_back(mean)
 
     def _lend(self, fresh, space: Workspace, owners) -> None:
         """The gradients of these partitions have entered the residual."""
@@ -301,22 +313,6 @@ class Flow:
             if early is None:
                 by.copy_(residual)
             self.kernels.mark_overdue(by, last, self.num_steps, flat.max_age)
-
-    def _cuts(self, positions: Positions) -> dict[Span, tuple[int, int]]:
-        """Where each span with a mask begins and ends among the positions of its partition."""
-        cuts, asked = {}, []
-        for span in (span for piece in self._partitions for span in piece):
-            index = positions.of[span.owner][span.flat]
-            if index is not None and span.numel == self.layout.flats[span.flat].partition_numel:
-                cuts[span] = 0, len(index)
-            elif index is not None:
-                asked.append(span)
-        if asked:
-            masks = [positions.of[span.owner][span.flat] for span in asked]
-            ends = torch.tensor([span[2:] for span in asked], dtype=masks[0].dtype, device="cpu").to(self._device)
-            found = [torch.searchsorted(index, own) for index, own in zip(masks, ends, strict=True)]
-            cuts.update((span, tuple(own)) for span, own in zip(asked, torch.stack(found).tolist(), strict=True))
-        return cuts
 
     def _exchange_all(self, fresh, factor, wire: torch.dtype, early) -> None:
         """Everything, piece by piece. fresh: None to bring up to date what is waiting, without a step."""

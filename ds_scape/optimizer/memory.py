@@ -8,8 +8,8 @@ from typing import NamedTuple
 from ds_scape.kernels.impl_reference import LANES, position_dtype
 from ds_scape.optimizer import ranking, spans
 from ds_scape.optimizer.flow import Flow
-from ds_scape.optimizer.passage import PIECE, piece_for
-from ds_scape.optimizer.workspace import ALIGNMENT, Rooms
+from ds_scape.optimizer.passage import PIECE, exchanged_for, piece_for, summed_for
+from ds_scape.optimizer.workspace import ALIGNMENT, Rooms, starts_of
 from ds_scape.sync.mask import MaskCodec
 from ds_scape.sync.partition import Layout
 from ds_scape.update.residual import WIRE_DTYPES
@@ -39,7 +39,7 @@ def kept_bytes(layout: Layout, sizes: Sizes = USUAL, encoding: str = "auto") -> 
 
 def buffer_bytes(layout: Layout, sizes: Sizes = USUAL, num_buffers: int = 2, piece: int = PIECE) -> int:
     """What offload keeps on the device in the place of residual and ages."""
-    return num_buffers * sizes.residual * piece_for(_own_numel(layout) * layout.world_size, piece)
+    return num_buffers * sizes.residual * piece_for(layout.numel, piece)
 
 
 def masked_step_bytes(layout: Layout, sizes: Sizes = USUAL, encoding: str = "auto", *, offloaded: bool, lent: bool = True,
@@ -62,7 +62,8 @@ def whole_step_bytes(layout: Layout, sizes: Sizes = USUAL, encoding: str = "auto
                      literal: bool = False, chunk: int = LANES, piece: int = PIECE) -> int:
     """The same for a step without masks, which everything passes through in pieces; none are kept then, but at its end."""
     own, ranks, masks = _own_numel(layout), layout.world_size, kept_bytes(layout, sizes, encoding)["masks"]
-    num = min(max(ranks, (_coordinates(layout, sizes, piece, ranks) if offloaded else piece // ranks) * ranks), own * ranks)
+    most = min(_coordinates(layout, sizes, piece, ranks) * ranks, exchanged_for(layout.numel, ranks, sizes.value)) if offloaded else piece
+    num = min(max(1, most // ranks), own) * ranks
     mine, received = num // ranks, num if ranks > 1 else 0
     exchange = max(sizes.value * (num + received), sizes.value * received + sizes.residual * mine,
                    (sizes.residual + sizes.weight) * mine, sizes.weight * (mine + received))
@@ -73,7 +74,7 @@ def whole_step_bytes(layout: Layout, sizes: Sizes = USUAL, encoding: str = "auto
 
 def design_bytes(layout: Layout) -> int:
     """What the design allows beyond dense ZeRO 1, with offload: 2 * 64 MiB + n / 4 + 8 * k."""
-    return 2 * 4 * PIECE + _own_numel(layout) * layout.world_size // 4 + 8 * sum(layout.splits(False))
+    return 2 * 4 * PIECE + layout.numel // 4 + 8 * sum(layout.splits(False))
 
 
 def text(flow: Flow, gradient_bytes: int) -> str:
@@ -104,12 +105,12 @@ def _mb(num_bytes: int) -> str:
 
 
 def _own_numel(layout: Layout) -> int:
-    return sum(flat.partition_numel for flat in layout.flats)
+    return layout.numel // layout.world_size
 
 
 def _coordinates(layout: Layout, sizes: Sizes, piece: int, ranks: int = 1) -> int:
     """How many own ones pass at a time, with their ages."""
-    return spans.fitting(piece_for(_own_numel(layout) * layout.world_size, piece), sizes.residual, sizes.age, ranks)
+    return spans.fitting(piece_for(layout.numel, piece), sizes.residual, sizes.age, ranks)
 
 
 def _mask_bytes(layout: Layout, encoding: str) -> int:
@@ -124,14 +125,16 @@ class _Space:
     """The gradients' memory, as workspace.py hands it out."""
 
     def __init__(self, layout: Layout, gradient_bytes: int, lent: bool):
-        self._rooms = Rooms()
+        self._rooms, self._ranks = Rooms(), layout.world_size
         self._sizes = [gradient_bytes * flat.partition_numel for flat in layout.flats if lent]
+        self._starts = starts_of([size * self._ranks for size in self._sizes])
         self.mark, self.release = self._rooms.mark, self._rooms.release
 
     def lend(self, owners) -> None:
-        for block, size in enumerate(self._sizes):
+        for i, size in enumerate(self._sizes):
             for owner in owners:
-                self._rooms.lend(block, size * owner, size * (owner + 1))
+                end = self._starts[i + 1] if owner == self._ranks - 1 else self._starts[i] + size * (owner + 1)
+                self._rooms.lend(0, self._starts[i] + size * owner, end)
 
     def take(self, *sizes: int, tight: int = ALIGNMENT, at_end: bool = False) -> tuple[int, list]:
         """(how many bytes of these do not fit, where the others are)."""
@@ -166,30 +169,34 @@ def _spilled(layout: Layout, rank: int, sizes: Sizes, offloaded: bool, lent: boo
                 left, passes = space.take(*(sizes.residual * flat.partition_numel for flat in masked), tight=sizes.residual)[0], False
             ages = space.take(*(sizes.age * num for num in layout.counts(rank, False)), tight=sizes.age, at_end=rank == 0)
         space.lend([rank] if offloaded else range(ranks))
-        mean, others = space.take(sizes.residual * splits[rank], tight=sizes.residual), ranks if ranks > 1 else 0
-        values = sizes.value * sum(splits) + space.spilled(sizes.value * splits[rank] * others)
-        message = space.take(sizes.weight * max(splits), tight=sizes.weight)
-        exchange = left + ages[0] + mean[0] + max(values, message[0])
-        space.give_back(mean[1] + ages[1])
-        exchange = max(exchange, left + message[0] + space.spilled(sizes.weight * max(splits) * others))
-        space.give_back(message[1])
+        is_one, others, longest = sizes.value >= sizes.weight, ranks > 1, sizes.weight * max(splits)
+        # In the order of flow.py: the values that come, or the weights in the same place; these apart; the mean of a part.
+        room = space.take(max(sizes.value * splits[rank] * ranks, longest if is_one else 0) * others)
+        message = space.take(0 if is_one else longest, tight=sizes.weight)
+        summed = space.take(sizes.residual * min(max(layout.counts(rank, False)), summed_for(layout.numel)), tight=sizes.residual)
+        sent, both = sizes.value * sum(splits), left + room[0] + message[0]
+        exchange = both + sent + ages[0] + summed[0]
+        space.give_back(summed[1] + ages[1])
+        exchange = max(exchange, both + (0 if others else sent) + space.spilled(longest * ranks * others))
+        space.give_back(room[1] + message[1])
     if passes:
         return exchange, _ranking_bytes(layout, rank, sizes, space, piece), space.spilled(layout.mask_numel)
-    notes = (ranking.notes_bytes(flat.partition_numel) for flat in layout.flats if not flat.is_full)
+    notes = (ranking.notes_bytes(flat.partition_numel, len(flat.segments[rank])) for flat in layout.flats if not flat.is_full)
     search = left + space.spilled(layout.mask_numel, *notes)
     return exchange, search, search
 
 
 def _ranking_bytes(layout: Layout, rank: int, sizes: Sizes, space: _Space, piece: int) -> int:
     """Where what ranks the own coordinates passes once more (ranking.py)."""
-    most = space.spilled(layout.mask_numel) + 3 * min(ranking.SLICE, layout.mask_numel)
+    most, slice_ = space.spilled(layout.mask_numel), ranking.slice_for(layout.numel)
+    most += 3 * min(slice_, layout.mask_numel)
     for group in ranking.groups(layout.flats, rank, _coordinates(layout, sizes, piece)):
         mark = space.mark()
         held = space.take(sizes.residual * group.numel if len(group.pieces) > 1 else 0, tight=sizes.residual)[0]
         if ranking.is_in_slices(group, lambda *wanted: not space.spilled(*wanted)):
-            needed = held + ranking.SLICE_BYTES * min(ranking.SLICE, group.numel)
+            needed = held + ranking.SLICE_BYTES * min(slice_, group.numel)
         else:
-            needed = held + space.spilled(group.numel, ranking.notes_bytes(group.numel)) + 3 * min(ranking.SLICE, group.numel)
+            needed = held + space.spilled(group.numel, ranking.notes_bytes(group.numel, len(group.segments))) + 3 * min(slice_, group.numel)
         space.release(mark)
         most = max(most, needed)
     return -(-layout.mask_numel // 8) + most

@@ -25,8 +25,20 @@ def passage_for(settings: Offload, device: torch.device, numel: int) -> "Passage
 
 
 def piece_for(numel: int, piece: int = PIECE) -> int:
-    """Elements of a piece where there are ``numel`` in all: of a small model everything, ages included."""
-    return min(piece, numel + numel // 2 + 1)
+    """Elements of a piece where there are ``numel`` in all: of a small model a quarter, so that buffers and all else that a step needs stay
+    below what they may take together."""
+    return min(piece, -(-numel // 4))
+
+
+def exchanged_for(numel: int, ranks: int, value_bytes: int) -> int:
+    """Coordinates that a step without masks exchanges at a time, where there are ``numel`` in all: what is sent and what comes, or the mean
+    and the weights of the own ones, take a quarter of a byte for each of all."""
+    return numel // (4 * max(2 * value_bytes, -(-8 // ranks)))
+
+
+def summed_for(numel: int) -> int:
+    """Coordinates of which an owner makes the mean at a time, where there are ``numel`` in all."""
+    return min(1 << 22, -(-numel // 64))
 
 
 class Passage:

@@ -12,12 +12,12 @@ from ds_scape.optimizer.state import FlatState
 from ds_scape.optimizer.workspace import Workspace
 from ds_scape.sync.partition import FlatLayout, Layout, Segment
 
-#: Elements that are looked at together where the kernels have no room.
+#: Elements that are looked at together where the kernels have no room, at most.
 SLICE = 1 << 21
 #: Bytes for each of them.
 SLICE_BYTES = 16
-#: What a kernel's selection notes down on a GPU, and a little more: bytes per tile of elements.
-TILE, TILE_BYTES = 512, 67 * 4
+#: What a kernel's selection notes down on a GPU, and a little more: bytes per tile of elements, and per segment.
+TILE, TILE_BYTES, SEGMENT_BYTES = 512, 67 * 4, 33 << 10
 
 
 class Group(NamedTuple):
@@ -33,6 +33,11 @@ class Group(NamedTuple):
     @property
     def numel(self) -> int:
         return self.stop - self.start
+
+
+def slice_for(numel: int) -> int:
+    """Elements that are looked at together, where there are ``numel`` in all: a multiple of 8."""
+    return max(8, min(SLICE, numel // 128) // 8 * 8)
 
 
 def groups(flats: tuple[FlatLayout, ...], rank: int, most: int) -> list[Group]:
@@ -62,7 +67,7 @@ def fit_beside_the_exchange(layout: Layout, rank: int, residual: int, gradient: 
 def choose_passing(of: list[Group], passing, flats: list[FlatState], step: int, space: Workspace, kernels: Kernels) -> torch.Tensor:
     """bool, the masks of all buffers that are not full, one after another: per segment as many as are to be chosen. passing: yields for
     every piece of the groups (span, its residual, which is overwritten, its last synchronisations), on the device of all that is made."""
-    starts, numel = {}, 0
+    starts, numel, most = {}, 0, slice_for(sum(flat.copies.numel() for flat in flats))
     for i, flat in enumerate(flats):
         starts[i], numel = numel, numel + (0 if flat.layout.is_full else flat.layout.partition_numel)
     bits = torch.zeros(-(-numel // 8), dtype=torch.uint8, device=flats[0].weight.device)
@@ -80,16 +85,16 @@ def choose_passing(of: list[Group], passing, flats: list[FlatState], step: int, 
             continue
         square, wanted = flat.square[group.start:group.stop], group.segments[0][2]
         if is_in_slices(group, space.has_room):
-            for part in choose_in_slices(by, square, wanted):
-                put_bits(bits, begin, part)
+            for part in choose_in_slices(by, square, wanted, most):
+                put_bits(bits, begin, part, most)
                 begin += len(part)
         else:
             chosen = space.empty(group.numel, torch.bool)
             kernels.select(by, square, None, step, flat.max_age, group.segments, chosen, space.empty)
-            put_bits(bits, begin, chosen)
+            put_bits(bits, begin, chosen, most)
         by = None
         space.release(mark)
-    return bytes_of_bits(bits, space.empty(numel, torch.bool))
+    return bytes_of_bits(bits, space.empty(numel, torch.bool), most)
 
 
 def is_in_slices(group: Group, has_room) -> bool:
@@ -98,21 +103,21 @@ def is_in_slices(group: Group, has_room) -> bool:
     return len(group.pieces) > 1 and 0 < group.segments[0][2] < group.numel and not has_room(group.numel, notes_bytes(group.numel))
 
 
-def notes_bytes(numel: int) -> int:
+def notes_bytes(numel: int, num_segments: int = 1) -> int:
     """What the kernels' selection needs beside what it chooses, on a GPU."""
-    return (-(-numel // TILE) + 1) * TILE_BYTES
+    return (-(-numel // TILE) + num_segments) * TILE_BYTES + num_segments * SEGMENT_BYTES
 
 
-def choose_in_slices(rank_by: torch.Tensor, square: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
+def choose_in_slices(rank_by: torch.Tensor, square: torch.Tensor, count: int, most: int) -> Iterator[torch.Tensor]:
     """As ops.select for one segment, ``last_sync`` None and 0 < count < n, without room for anything as long as the segment: yields bool,
-    slice by slice. rank_by [n] is overwritten. The last key that is chosen is found bit by bit; the host does not wait."""
+    slices of ``most``. rank_by [n] is overwritten. The last key that is chosen is found bit by bit; the host does not wait."""
     keys = rank_by.view(torch.int32 if rank_by.element_size() == 4 else torch.int64)
     sign = torch.iinfo(keys.dtype).min
-    for key, part, q in zip(*(t.split(SLICE) for t in (keys, rank_by, square)), strict=True):
+    for key, part, q in zip(*(t.split(most) for t in (keys, rank_by, square)), strict=True):
         is_kept = key & sign
         part.copy_(impl_reference.score_residual(part, q))
         key.bitwise_or_(is_kept).bitwise_xor_(sign)             # now they order like integers
-    parts, last = keys.split(SLICE), keys.new_full((), sign)
+    parts, last = keys.split(most), keys.new_full((), sign)
     for bit in reversed(range(8 * keys.element_size())):
         larger = last ^ (sign if 1 << bit == -sign else 1 << bit)
         last = torch.where(sum((part >= larger).sum() for part in parts) >= count, larger, last)
@@ -124,16 +129,16 @@ def choose_in_slices(rank_by: torch.Tensor, square: torch.Tensor, count: int) ->
         left = left - before[-1]
 
 
-def put_bits(bits: torch.Tensor, start: int, chosen: torch.Tensor) -> None:
+def put_bits(bits: torch.Tensor, start: int, chosen: torch.Tensor, most: int) -> None:
     """Sets those of the bits from number ``start`` on, all of them 0, for which ``chosen`` (bool [n]) is true."""
-    for part in chosen.split(SLICE):
+    for part in chosen.split(most):
         packed = impl_reference.pack_bits(torch.nn.functional.pad(part, (start % 8, 0)))
         bits[start // 8:start // 8 + len(packed)] |= packed
         start += len(part)
 
 
-def bytes_of_bits(bits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def bytes_of_bits(bits: torch.Tensor, out: torch.Tensor, most: int) -> torch.Tensor:
     """``out`` (bool [n]) from ceil(n / 8) bytes."""
-    for part, packed in zip(out.split(SLICE), bits.split(SLICE // 8), strict=True):
+    for part, packed in zip(out.split(most), bits.split(most // 8), strict=True):
         part.copy_(impl_reference.unpack_bits(packed, len(part)))
     return out

@@ -1,5 +1,7 @@
 """Memory for what lives during one step only. A gradient that has entered the residual is not needed any more, and dense training has its
 memory in any case: so that memory is used first, and the allocator's only where it does not suffice."""
+import itertools
+
 import torch
 
 #: What is handed out begins at a multiple of so many bytes.
@@ -48,23 +50,53 @@ class Rooms:
         self._free = list(mark)
 
 
+def starts_of(sizes: list[int]) -> list[int]:
+    """Where blocks of so many bytes begin that lie one after another, and where the last one ends."""
+    return list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+
+
+def joined(like: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Zeros as long as these tensors, one after another in one: what is lent of neighbours is then one room. (All of it, its parts.)"""
+    starts = [start // dtype.itemsize for start in starts_of([t.numel() * dtype.itemsize for t in like])]
+    whole = torch.zeros(starts[-1], dtype=dtype, device=like[0].device)
+    return whole, parts_of(whole, like)
+
+
+def parts_of(whole: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of what joined() made."""
+    starts = starts_of([t.numel() * whole.itemsize for t in like])
+    return [whole[start // whole.itemsize:][:t.numel()] for start, t in zip(starts, like, strict=False)]
+
+
 class Workspace:
     """Hands out tensors in memory that was lent to it. All work on them is on the current stream."""
 
     def __init__(self, device: torch.device, blocks: list[torch.Tensor]):
-        """blocks: contiguous tensors whose memory may be lent; none: everything is the allocator's."""
+        """blocks: contiguous tensors whose memory may be lent, those that lie together in order; none: everything is the allocator's."""
         self._device = device
-        self._blocks = [block.view(torch.uint8) for block in blocks if block.numel() and block.data_ptr() % ALIGNMENT == 0]
-        self._numbers = {block.data_ptr(): i for i, block in enumerate(self._blocks)}
+        self._blocks, self._places = [], {}                 # places: {address: (number of a block, where in it, where the next one is)}
+        usable = [block.view(torch.uint8) for block in blocks if block.numel() and block.data_ptr() % ALIGNMENT == 0]
+        for block in usable:
+            before, start = self._blocks[-1] if self._blocks else None, block.data_ptr()
+            gap = ALIGNMENT if before is None else start - before.data_ptr() - len(before)
+            if 0 <= gap < ALIGNMENT and before.untyped_storage().data_ptr() == block.untyped_storage().data_ptr():
+                last = next(reversed(self._places))
+                self._blocks[-1] = before = before.as_strided((len(before) + gap + len(block),), (1,))
+                self._places[last] = *self._places[last][:2], start - before.data_ptr()
+            else:
+                self._blocks.append(block)
+            begin = start - self._blocks[-1].data_ptr()
+            self._places[start] = len(self._blocks) - 1, begin, begin + len(block)
         self._rooms = Rooms()
         self.lends = bool(blocks)
         self.mark, self.release = self._rooms.mark, self._rooms.release
 
     def lend(self, block: torch.Tensor, start: int, stop: int) -> None:
         """From now on the elements [start, stop) of one of the blocks are overwritten."""
-        number = self._numbers.get(block.data_ptr())
-        if number is not None:
-            self._rooms.lend(number, start * block.element_size(), stop * block.element_size())
+        if block.data_ptr() in self._places and block.numel():
+            number, begin, following = self._places[block.data_ptr()]
+            end = begin + stop * block.element_size() if stop < block.numel() else following
+            self._rooms.lend(number, begin + start * block.element_size(), end)
 
     def give_back(self, tensor: torch.Tensor | None) -> None:
         """Something from empty() is not needed any more."""
@@ -72,6 +104,16 @@ class Workspace:
             start = tensor.data_ptr() - block.data_ptr()
             if 0 <= start < len(block):
                 self._rooms.lend(number, start, start + tensor.nbytes)
+
+    def for_exchange(self, sent: torch.Tensor, splits: list[int], rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """(where every rank's values come in, [at least W * k]; the message of weights, of ``dtype``, as long as the longest): the same
+        memory from the beginning on, if it can be. A value is not needed any more when the weight is known that takes its place. With one
+        rank ``sent`` is what comes in."""
+        ranks, longest = len(splits), max(splits) * dtype.itemsize
+        is_one = sent.itemsize >= dtype.itemsize
+        num = max(ranks * splits[rank], -(-longest // sent.itemsize) if is_one else 0)
+        room = sent if ranks == 1 else self.empty(num, sent.dtype)
+        return room, room.view(torch.uint8)[:longest].view(dtype) if is_one else self.empty(max(splits), dtype, is_tight=True)
 
     def has_room(self, *sizes: int) -> bool:
         """Whether so many bytes each would all be in lent memory."""

@@ -18,6 +18,7 @@ from ds_scape.optimizer.flow import Flow
 from ds_scape.optimizer.passage import host_zeros, passage_for
 from ds_scape.optimizer.state import FlatState, sync_steps
 from ds_scape.optimizer.statistics import StepRows
+from ds_scape.optimizer.workspace import joined, parts_of
 from ds_scape.sync.partition import TensorSlot, flat_layout
 from ds_scape.sync.transport import Transport
 from zipscape.errors import ConfigError, ZipScapeError, describe
@@ -32,8 +33,9 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         super().__init__(init_optimizer, *args, **kwargs)
         if not self._grad_acc_hooks:                        # stage 1 with contiguous_gradients=false makes none
             self.create_gradient_handling_hooks()
-        #: This step's gradients so far, per group [W * P], apart from the residuals until they are known to be finite.
-        self.fresh_gradients = [torch.zeros_like(flat, dtype=self.gradient_accumulation_dtype) for flat in self.bit16_groups_flat]
+        #: This step's gradients so far, per group [W * P], apart from the residuals until they are known to be finite; in one memory, of
+        #: which a step makes other use afterwards.
+        self._fresh, self.fresh_gradients = joined(self.bit16_groups_flat, self.gradient_accumulation_dtype)
         # One way for all groups: its buffers are all that offload needs on the device.
         passage = passage_for(init_optimizer.params.offload, self.bit16_groups_flat[0].device,
                               sum(flat.numel() for flat in self.bit16_groups_flat))
@@ -136,8 +138,7 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         self._is_flushed = False
         result = self.flow.step(self.fresh_gradients, max_norm=self.clip_grad, loss_scale=self.loss_scale,
                                 may_overwrite=True)
-        for fresh in self.fresh_gradients:
-            fresh.zero_()
+        self._fresh.zero_()
         self.overflow = not result.applied
         self._update_scale(self.overflow)
         self._global_grad_norm = result.grad_norm if result.applied else float("inf")
@@ -231,5 +232,7 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
 
     def _move_residuals(self, device) -> None:
         """They go with the optimizer's states; so do the gradients of the step under way."""
-        for tensor in (*self.fresh_gradients, *(flat.residual for flat in self.flow.flats if flat.passage is None)):
+        for tensor in (flat.residual for flat in self.flow.flats if flat.passage is None):
             tensor.data = tensor.data.to(device)
+        self._fresh = self._fresh.to(device)
+        self.fresh_gradients = parts_of(self._fresh, self.bit16_groups_flat)

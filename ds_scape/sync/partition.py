@@ -90,6 +90,11 @@ class Layout:
         return [sum(self.counts(rank, dense)) for rank in range(self.world_size)]
 
     @property
+    def numel(self) -> int:
+        """Of all buffers, padding included."""
+        return self.world_size * sum(flat.partition_numel for flat in self.flats)
+
+    @property
     def mask_numel(self) -> int:
         """Elements of a partition that a mask covers: those of the buffers that are not full, padding and dense tensors included."""
         return sum(flat.partition_numel for flat in self.flats if not flat.is_full)

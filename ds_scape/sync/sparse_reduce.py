@@ -33,6 +33,23 @@ class Positions:
         """By owner and buffer, views of what lies as on the wire."""
         return [row.split(counts) for row, counts in zip(whole.split(self.splits), self.counts, strict=True)]
 
+    def cuts(self, pieces, layout: Layout, device: torch.device) -> dict[tuple, tuple[int, int]]:
+        """Where each span (flat, owner, start, stop) of these pieces that has a mask begins and ends among the positions of its partition.
+        The host waits where spans are not whole partitions."""
+        cuts, asked = {}, []
+        for span in (span for piece in pieces for span in piece):
+            index = self.of[span.owner][span.flat]
+            if index is not None and span.numel == layout.flats[span.flat].partition_numel:
+                cuts[span] = 0, len(index)
+            elif index is not None:
+                asked.append(span)
+        if asked:
+            masks = [self.of[span.owner][span.flat] for span in asked]
+            ends = torch.tensor([span[2:] for span in asked], dtype=masks[0].dtype, device="cpu").to(device)
+            found = [torch.searchsorted(index, own) for index, own in zip(masks, ends, strict=True)]
+            cuts.update((span, tuple(own)) for span, own in zip(asked, torch.stack(found).tolist(), strict=True))
+        return cuts
+
 
 @torch.no_grad()
 def mean_of_rows(received: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from ds_scape.cli import estimate
 from ds_scape.kernels import impl_reference
 from ds_scape.optimizer import flow as flow_module
-from ds_scape.optimizer import memory, ranking, workspace
+from ds_scape.optimizer import memory, passage, ranking, workspace
 from ds_scape.sync import mask as masks
 from ds_scape.sync import sparse_reduce
 from ds_scape.sync.partition import Layout, TensorSlot, flat_layout
@@ -65,6 +65,18 @@ def test_a_step_stays_below_what_is_said(world_size, offload, density):
         assert bound - 0.9 * own < peak < bound + small_bytes(flow), f"step {step}: {peak} bytes, {bound} said, {own} in a partition"
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_small_model_goes_in_small_pieces(world_size):
+    """Smaller than the pieces are of large ones; so are slices, and what is summed at a time."""
+    flow, steps = peaks(world_size, True, 0.02, may_overwrite=True, piece=1 << 24)
+    layout, own = flow.layout, sum(flat.layout.partition_numel for flat in flow.flats)
+    masked, whole = (function(layout, offloaded=True, chunk=CHUNK) for function in (memory.masked_step_bytes, memory.whole_step_bytes))
+    whole += memory.kept_bytes(layout)["masks"] + memory.buffer_bytes(layout)
+    for peak, bound in zip(steps, (whole, masked, masked), strict=True):
+        assert bound - 0.9 * own < peak < bound + small_bytes(flow), (steps, whole, masked)
+    assert steps[0] < layout.numel * 2.3 + 8 * sum(layout.splits(False)) or world_size == 1        # where a tensor is more than a half
+
+
 def test_gradients_that_are_still_needed_are_left_alone():
     """Their memory is used only if the caller says so; then what is said is more."""
     flow, steps = peaks(4, True, 0.1, may_overwrite=False)
@@ -117,40 +129,44 @@ def most_of(layout, beside_adams=False) -> int:
         memory.masked_step_bytes(layout, offloaded=True), memory.whole_step_bytes(layout, offloaded=True))
 
 
-#: Numbers of weights: one that much divides, two that nothing does, and the smallest of the text.
-@pytest.mark.parametrize("numel", [(4 << 30) - (1 << 20), 3_717_072_867, 1_021_441_894, 300_000_003])
+DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9, 0.99)
+
+
+#: Numbers of weights: one that much divides, two that nothing does, and small ones.
+@pytest.mark.parametrize("numel", [(4 << 30) - (1 << 20), 3_717_072_867, 1_021_441_894, 300_000_003, 100_000_007, 60_000_000, 20_000_001,
+                                   1_000_003])
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8, 64])
 def test_the_designs_bound_holds(world_size, numel):
     """128 MiB + n / 4 + 8 k, at every rank and density, with one matrix alone: the hardest to rank. (Found by this: message and mean that
     lie where they do not fit by a few bytes.)"""
-    for density in (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5):
+    for density in DENSITIES:
         layout = estimate.layout_of(numel, world_size, density)
         assert most_of(layout) <= memory.design_bytes(layout), density
 
 
-@pytest.mark.parametrize("shares, most", [((1.0,), 0.5), ((0.5, 0.5), 0.4), ((0.97, 0.03), 0.4), ((0.25,) * 4, 0.2)])
+@pytest.mark.parametrize("shares", [(1.0,), (0.5, 0.5), (0.97, 0.03), (0.25,) * 4, (0.125,) * 8])
 @pytest.mark.parametrize("num_tensors", [3, 40])
-def test_the_designs_bound_holds_for_many_tensors(shares, most, num_tensors):
-    """2 billion weights, in groups of these shares."""
-    for world_size, density in itertools.product((2, 3, 4, 8, 64), (0.001, 0.01, 0.1, 0.2, 0.3, 0.4, 0.5)):
+def test_the_designs_bound_holds_for_many_tensors(shares, num_tensors):
+    """In groups of these shares, on one rank too."""
+    for world_size, density, total in itertools.product((1, 2, 3, 64), (0.001, 0.1, 0.5, 0.9), (2e9, 1e8)):
         flats = []
-        for share in shares if density <= most else ():
-            numel = int(2e9 * share / num_tensors)
+        for share in shares:
+            numel = int(total * share / num_tensors)
             slots = [TensorSlot(i * numel, numel, 2) for i in range(num_tensors)]
             flats.append(flat_layout(slots, -(-num_tensors * numel // world_size) * world_size, world_size, density))
         layout = Layout(tuple(flats), world_size)
-        assert not flats or most_of(layout) <= memory.design_bytes(layout), (world_size, density)
+        assert most_of(layout) <= memory.design_bytes(layout), (world_size, density, total)
 
 
 def test_where_the_designs_bound_does_not_hold():
-    """As docs/scape.md says: on one rank; with nearly all of the coordinates; beside AdamS on few ranks; in small models."""
+    """As docs/scape.md says: on one rank with a tensor of more than half of all weights; partitions of 2^31 elements; beside AdamS on few
+    ranks."""
 
     def holds(world_size, density, numel=4_000_000_000, beside_adams=False):
         layout = estimate.layout_of(numel, world_size, density)
         return most_of(layout, beside_adams) <= memory.design_bytes(layout)
 
-    assert not any(holds(1, density) for density in (0.001, 0.1, 0.5)) and not holds(2, 0.9)
-    assert not holds(2, 0.001, 200_000_000) and not holds(2, 0.1, 8_000_000_000)
+    assert not any(holds(1, density) for density in (0.001, 0.1, 0.5)) and not holds(2, 0.1, 8_000_000_000)
     for density, first in BESIDE_ADAMS.items():
         assert [holds(w, density, beside_adams=True) for w in (first - 1, first, 64)] == [False, True, True]
 
@@ -170,14 +186,16 @@ def test_the_formula_of_the_text(world_size, density):
     assert memory.whole_step_bytes(layout, offloaded=True) <= whole
 
 
-def peaks(world_size, offload, density, may_overwrite):
+def peaks(world_size, offload, density, may_overwrite, piece=PIECE):
     """(flow, the most that each of three steps held beyond what was held before it)."""
-    problem = Problem(world_size, dtype=torch.bfloat16, shapes=SHAPES, densities=(density,) * 3, offload=offload, piece=PIECE)
+    problem = Problem(world_size, dtype=torch.bfloat16, shapes=SHAPES, densities=(density,) * 3, offload=offload, piece=piece)
     gradients, echo = [problem.gradient(0, step) for step in range(1, 4)], Echo(world_size)
-    with mock.patch.object(flow_module, "PIECE", PIECE), mock.patch.object(impl_reference, "LANES", CHUNK), mock.patch.object(
+    problem.piece = passage.piece_for(sum(gradient.numel() for gradient in gradients[0]), piece)
+    with mock.patch.object(flow_module, "PIECE", piece), mock.patch.object(impl_reference, "LANES", CHUNK), mock.patch.object(
             sparse_reduce, "ON_CPU", 1 << 8), mock.patch.object(ranking, "SLICE", SLICE):
         flow = problem.flow(echo, 0)
         echo.make_masks(flow)
+        gradients = [joined_copies(gradient) for gradient in gradients]         # as under ZeRO
         with torch.autograd.profiler.profile(profile_memory=True) as profile:
             for gradient in gradients:
                 with torch.autograd.profiler.record_function("a step"):
@@ -191,6 +209,13 @@ def peaks(world_size, offload, density, may_overwrite):
             first, last = (bisect.bisect_left(times, event.start_ns() + duration) for duration in (0, event.duration_ns()))
             found.append(max(totals[first:last]) - (totals[first - 1] if first else 0))
     return flow, found
+
+
+def joined_copies(tensors):
+    _, parts = workspace.joined(tensors, tensors[0].dtype)
+    for part, t in zip(parts, tensors, strict=True):
+        part.copy_(t)
+    return parts
 
 
 def small_bytes(flow) -> int:

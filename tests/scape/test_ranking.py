@@ -1,6 +1,4 @@
 """Ranking where there is no room for the kernels' selection: by slices, into bits."""
-from unittest import mock
-
 import pytest
 import torch
 
@@ -8,12 +6,6 @@ from ds_scape.kernels import impl_reference as reference
 from ds_scape.optimizer import ranking
 from ds_scape.sync.partition import FlatLayout, Segment
 from tests.scape import kernel_cases as cases
-
-
-@pytest.fixture(autouse=True)
-def short_slices():
-    with mock.patch.object(ranking, "SLICE", 64):
-        yield
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -27,17 +19,17 @@ def test_slices_choose_what_the_reference_does(dtype, make, overdue):
         for count in sorted({1, n // 10 + 1, n // 2, n - 1}):
             expected, by_sign = reference.select(r, q, last, 100, 40, (Segment(0, n, count),)), r.clone()
             reference.mark_overdue(by_sign, last, 100, 40)
-            found = torch.cat(list(ranking.choose_in_slices(by_sign, q, count)))
+            found = torch.cat(list(ranking.choose_in_slices(by_sign, q, count, 64)))
             assert int(found.sum()) == count and torch.equal(found, expected), (n, count)
 
 
 def test_bits_from_anywhere():
     chosen, bits = torch.rand(1003, generator=cases.rng(1)) < 0.3, torch.zeros(126, dtype=torch.uint8)
     for start, stop in ((0, 5), (5, 77), (77, 77), (90, 400), (400, 1003)):
-        ranking.put_bits(bits, start, chosen[start:stop])
+        ranking.put_bits(bits, start, chosen[start:stop], 64)
     chosen[77:90] = False
     assert torch.equal(bits, reference.pack_bits(chosen))
-    assert torch.equal(ranking.bytes_of_bits(bits, torch.ones(1003, dtype=torch.bool)), chosen)
+    assert torch.equal(ranking.bytes_of_bits(bits, torch.ones(1003, dtype=torch.bool), 64), chosen)
 
 
 def test_groups_have_every_segment_once():

@@ -73,7 +73,9 @@ inline Carried carried_of(const Engine* e, const Message& m) {
 
 inline int launch(Engine* e, Carried& c, i64 num_senders, i64 num_receivers, cudaStream_t stream) {
     const i64 num_peers = e->num_ranks() - 1;
-    const i64 jobs = c.num_pieces * num_peers, groups = (c.num_pieces - c.num_frames) * (32 / kCarryWarps) * (e->x.own ? 1 : num_peers);
+    c.num_groups = e->x.num_groups > 0 ? (u32)e->x.num_groups : 1;
+    const i64 jobs = c.num_pieces * num_peers;
+    const i64 groups = (c.num_pieces - c.num_frames) * (32 / kCarryWarps / c.num_groups) * (e->x.own ? 1 : num_peers);
     if (num_senders > jobs) num_senders = jobs;
     if (num_receivers > groups) num_receivers = groups > 1 ? groups : 1;
     c.num_senders = (u32)num_senders;

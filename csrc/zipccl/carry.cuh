@@ -45,6 +45,7 @@ struct CarriedFrame {
 struct Carried {
     Turn t;
     u32 num_frames, num_pieces, num_senders;
+    u32 num_groups;                                        // of a tile that a receiver decodes one after the other: a power of two
     u32 *tickets, *num_ended;                              // of the lane's senders, of receivers: zero before and after
     CarriedFrame frames[kMaxFrames];
 };
@@ -92,21 +93,23 @@ __device__ __forceinline__ void send_piece(const Carried& m, u32 piece, u32 peer
     u8* slot = t.memory[peer] + f.slot;
     const bool is_raw = f.as_it_is || (((const u32*)frame)[kStatusOffset / 4] & kOverflowBit);
     const i64 raw_tile = 32 * kBlockElems * g.itemsize, tile = (i64)piece - f.first_piece - 1;
+    i64 to = 0, from = 0, num_bytes = 0;
     if (tile >= 0 && is_raw) {
-        const i64 at = tile * raw_tile, left = f.raw_bytes - at;
-        copy_piece(slot + kHeaderBytes + at, row + at, left < raw_tile ? left : raw_tile);
+        from = tile * raw_tile, to = kHeaderBytes + from, num_bytes = f.raw_bytes - from;
     } else if (tile >= 0) {
-        const i64 at = g.tiles_offset + tile * g.tile_bytes, left = g.pools_offset - at;
-        copy_piece(slot + at, frame + at, left < g.tile_bytes ? left : g.tile_bytes);
+        to = from = g.tiles_offset + tile * g.tile_bytes, num_bytes = g.pools_offset - from;
     } else if (is_raw) {
         if (threadIdx.x == 0) {
             *(volatile u32*)(slot + kStatusOffset) = kOverflowBit;
             if (!f.as_it_is) atomicAdd(t.overflows + (peer + t.num_ranks - 1 - t.rank) % t.num_ranks, 1);
         }
     } else {
-        copy_piece(slot, frame, g.tiles_offset);
-        copy_piece(slot + g.pools_offset, frame + g.pools_offset, g.frame_bytes - g.pools_offset);
+        if (threadIdx.x < kHeaderBytes / 4) ((u32*)slot)[threadIdx.x] = ((const u32*)frame)[threadIdx.x];
+        to = from = g.pools_offset, num_bytes = g.frame_bytes - from;
     }
+    const i64 most = is_raw ? raw_tile : g.tile_bytes;
+    if (tile >= 0 && num_bytes > most) num_bytes = most;
+    copy_piece(slot + to, (is_raw ? row : frame) + from, num_bytes);
     __syncthreads();
     if (threadIdx.x) return;
     fence_all();                                           // what the others of the CTA wrote, too
@@ -141,12 +144,13 @@ struct CarriedFrames {
 
 enum { kGather, kSumOfTwo, kSumOfMany };
 
-// The receivers: first this rank's own rows, for nothing else is there yet; then group by group of kCarryWarps blocks, all peers' of a tile
+// The receivers: first this rank's own rows, for nothing else is there yet; then groups of kCarryWarps blocks, all peers' of a tile
 // before the next tile's. The last of them tells everybody that the message is read.
 template <class L, u32 kRows, u32 kWhat>
 __device__ __forceinline__ void receive_pieces(const Carried& m) {
     constexpr u32 kGroups = 32 / kCarryWarps;              // of a tile
-    __shared__ u32 raw[kMaxRanks];                         // of the frames that are being decoded
+    __shared__ Call c;                                     // the frame's that is being decoded: what registers had no room for
+    __shared__ u32 raw[kMaxRanks];
     __shared__ bool is_last;
     const Turn& t = m.t;
     const u32 first = blockIdx.x - m.num_senders, num_ctas = gridDim.x - m.num_senders, r = threadIdx.x;
@@ -157,11 +161,12 @@ __device__ __forceinline__ void receive_pieces(const Carried& m) {
         copy_bytes(own.to, own.from, own.num_bytes, (i64)first * blockDim.x + r, (i64)num_ctas * blockDim.x);
     }
     const u32 num_peers = kWhat == kGather ? t.num_ranks - 1 : 1;
-    const u32 num_jobs = (m.num_pieces - m.num_frames) * kGroups * num_peers;
+    const u32 num_parts = kGroups / m.num_groups;          // of a tile
+    const u32 num_jobs = (m.num_pieces - m.num_frames) * num_parts * num_peers;
     u32 current = kMaxFrames, tiles_end = 0, tiles_before = 0;
 #pragma unroll 1
     for (u32 job = first; job < num_jobs; job += num_ctas) {
-        const u32 place = job / (kGroups * num_peers);     // of the tile, in the message
+        const u32 place = job / (num_parts * num_peers);   // of the tile, in the message
         __syncthreads();                                   // what is in shared memory of the group before is used up
         if (place >= tiles_end) {
             if (current == kMaxFrames) current = 0;
@@ -170,24 +175,22 @@ __device__ __forceinline__ void receive_pieces(const Carried& m) {
                 tiles_end = tiles_before + (u32)m.frames[current].call.g.num_tiles;
                 if (place < tiles_end) break;
             }
-            const Call& c = m.frames[current].call;
+            const Call& now = m.frames[current].call;
+            for (u32 i = r; i < sizeof(Call) / sizeof(u64); i += blockDim.x) ((u64*)&c)[i] = ((const u64*)&now)[i];
             if (is_peer) {
                 await_piece(t, r, (u32)m.frames[current].first_piece);
-                raw[r] = load_acquire((const u32*)(c.frames + r * c.frame_stride + kStatusOffset)) / kOverflowBit & 1;
+                raw[r] = load_acquire((const u32*)(now.frames + r * now.frame_stride + kStatusOffset)) / kOverflowBit & 1;
             }
         }
-        const Call& c = m.frames[current].call;
-        const CarriedFrames frames = {&c, raw};
-        const u32 piece = place + current + 1, group = (place - tiles_before) * kGroups + job % kGroups;
-        if constexpr (kWhat == kGather) {
-            const u32 row = (u32)row_of(c, job / kGroups % num_peers);
-            if (r == 0) await_piece(t, row, piece);
+        const u32 piece = place + current + 1, nth = job / num_parts % num_peers, row = nth + (nth >= t.rank);
+        if (kWhat == kGather ? r == 0 : is_peer) await_piece(t, kWhat == kGather ? row : r, piece);
+        const u32 group = (place - tiles_before) * kGroups + job % num_parts * m.num_groups;
+#pragma unroll 1
+        for (u32 i = 0; i < m.num_groups; i++) {
             __syncthreads();
-            receive_group<L, kCarryWarps>(c, frames.frame(row), raw[row] != 0, c.out + row * c.row_stride, group);
-        } else {
-            if (is_peer) await_piece(t, r, piece);
-            __syncthreads();
-            decode_reduce_blocks<L, kCarryWarps, kRows, kWhat == kSumOfTwo>(c, frames, group);
+            if constexpr (kWhat == kGather)
+                receive_group<L, kCarryWarps>(c, c.frames + row * c.frame_stride, raw[row] != 0, c.out + row * c.row_stride, group + i);
+            else decode_reduce_blocks<L, kCarryWarps, kRows, kWhat == kSumOfTwo>(c, CarriedFrames{&c, raw}, group + i);
         }
     }
     __syncthreads();

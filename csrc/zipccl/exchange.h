@@ -27,7 +27,7 @@ struct Place {
 // sum `out` in rank order with `own`, this rank's row (null: no sum). `num_lanes` > 0: frames are made here and moved by the copy engines,
 // on so many streams (1 or 2) in turns; 0: encode writes them to the peers. `made`: the parts' frames, null where there is none (or for all).
 // `places`: of the parts, instead of rows, out and the copy, which is then each part's (or null). `num_senders` > 0: kernels with so many
-// CTAs carry the messages, and `num_receivers` decode (carried.h; num_lanes > 0 then).
+// CTAs carry the messages, and `num_receivers` decode them, `num_groups` of their groups in one go (carried.h; num_lanes > 0 then).
 struct Exchange {
     const u8* rows;
     i64 row_stride;
@@ -43,7 +43,7 @@ struct Exchange {
     const Place* places;
     void *status, *workspace;                              // for encode
     cudaStream_t stream;
-    i64 num_senders, num_receivers;
+    i64 num_senders, num_receivers, num_groups;
 };
 
 typedef int (*Encode)(const void* geometry, const void* x, i64 row_stride, void* frames, i64 frame_stride, i64 num_rows, i64 skip,

@@ -26,7 +26,7 @@ from zipscape.errors import ZipScapeError
 NUM_LANES = 2               # streams on which copy engines take turns: one begins while another ends
 MAX_STORED_BYTES = 32 << 20                                # of a row that encode writes to the one peer, rather than copy engines
 MAX_CARRIED_BYTES = int(os.environ.get("ZIPCCL_CARRIED_BYTES", 0))         # of rows that kernels carry: not yet seen to win
-NUM_SENDERS, RECEIVERS_PER_MULTIPROCESSOR = 128, 2         # CTAs of a kernel that carries: enough for the links
+NUM_SENDERS, RECEIVERS_PER_MULTIPROCESSOR, NUM_GROUPS = 128, 4, 1        # CTAs of a kernel that carries: enough for the links
 MAX_RANKS = 64              # of a group: its words have room for no more (kMaxRanks)
 MAX_KEPT = 32               # calls at most whose tensors are kept until they are done: beyond, the oldest is joined
 KEPT_UNASKED = 4            # who looks which are done calls CUDA: only once in so many
@@ -68,8 +68,8 @@ class SymmetricTransport:
     """One group's. All ranks must make the same calls in the same order; tensors are flat, of one of the codec's dtypes. Calls return None
     on all ranks, and do nothing, where the memory has no room for a tile of each row.
 
-    Made by ``open_transport``. ``first_bytes``, ``largest_bytes``, ``stored_bytes``, ``carried_bytes``, ``num_lanes``, ``num_senders``: see
-    the constants; ``num_receivers``: CTAs.
+    Made by ``open_transport``. ``first_bytes``, ``largest_bytes``, ``stored_bytes``, ``carried_bytes``, ``num_lanes``, ``num_senders``,
+    ``num_groups``: see the constants; ``num_receivers``: CTAs.
     """
 
     def __init__(self, engine, workspace, rank: int, device: torch.device, world_size: int, room: int, overflows: torch.Tensor, keep_alive):
@@ -83,6 +83,7 @@ class SymmetricTransport:
         self.first_bytes, self.largest_bytes, self.stored_bytes = FIRST_PART_BYTES, LAST_PART_BYTES, MAX_STORED_BYTES
         self.num_lanes, self.spill_per_tile, self.carried_bytes = NUM_LANES, DEFAULT_SPILL_PER_TILE, MAX_CARRIED_BYTES
         self.num_senders, self.num_receivers = NUM_SENDERS, RECEIVERS_PER_MULTIPROCESSOR * _num_multiprocessors(device)
+        self.num_groups = NUM_GROUPS
 
     def plan(self, dtype: torch.dtype, row_numel: int, same_for_all: bool) -> Plan | None:
         """None: not even a tile of each row fits into the memory."""
@@ -109,7 +110,7 @@ class SymmetricTransport:
         workspace = self._workspace(stream, cut.words) if cut.words else 0
         self._engine.run(Exchange(rows, row_stride, out, out_stride, own, *copy, 0 if is_stored else self.num_lanes, cut.num_parts,
                                   cut.parts, made, places, self._status_at, workspace, stream,
-                                  self.num_senders if is_carried else 0, self.num_receivers))
+                                  self.num_senders if is_carried else 0, self.num_receivers, self.num_groups))
         self._num_calls += 1
         call = self._num_calls
         self._kept[call] = tensors, others

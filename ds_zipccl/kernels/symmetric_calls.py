@@ -27,7 +27,7 @@ class Exchange(ctypes.Structure):
     _fields_ = [("rows", _P), ("row_stride", _I), ("out", _P), ("out_stride", _I), ("own", _P), ("copy_to", _P), ("copy_from", _P),
                 ("copy_bytes", _I), ("num_lanes", _I), ("num_parts", _I), ("parts", ctypes.POINTER(Part)), ("made", ctypes.POINTER(_P)),
                 ("places", ctypes.POINTER(Place)), ("status", _P), ("workspace", _P), ("stream", _P),
-                ("num_senders", _I), ("num_receivers", _I)]
+                ("num_senders", _I), ("num_receivers", _I), ("num_groups", _I)]
 
 
 _ARGUMENTS = {

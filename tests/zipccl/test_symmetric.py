@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_zipccl.codec.dtypes import TABLE
-from ds_zipccl.codec.format import TILE_ELEMS, layout
+from ds_zipccl.codec.format import SPILL_MASK, SPILL_SHIFT, TILE_ELEMS, layout
 from ds_zipccl.collectives.symmetric import MAX_RANKS, SymmetricTransport, why_not
 from ds_zipccl.collectives.symmetric_plan import NUM_IN_RING, Row, in_turn, part_sizes, plan, slot_bytes
 from ds_zipccl.kernels.cuda_calls import CudaCalls
@@ -60,8 +60,9 @@ class Ranks:
 
     def exchange(self, cut, rows: int, row_stride: int, out: int, out_stride: int, own=0, copy=(0, 0, 0), made=None) -> Exchange:
         senders, receivers = (NUM_SENDERS, NUM_RECEIVERS) if self.num_lanes > CARRIED else (0, 0)
+        groups = self.num_lanes % CARRIED                  # one, or two
         return Exchange(rows, row_stride, out, out_stride, own, *copy, self.num_lanes % CARRIED, cut.num_parts, cut.parts, made, None,
-                        self.status.data_ptr(), self.workspace.data_ptr(), self.stream, senders, receivers)
+                        self.status.data_ptr(), self.workspace.data_ptr(), self.stream, senders, receivers, groups)
 
     def run(self, calls: list[Exchange]) -> None:
         for engine, call in zip(self.engines, calls, strict=True):
@@ -172,6 +173,22 @@ def test_some_parts_overflow(libraries, num_lanes):
         return data
 
     check_all(ranks, 5 * TILE_ELEMS + 9, torch.bfloat16, [mixed, gaussians], 3)
+
+
+@LANES
+def test_what_slots_do_not_hold_comes_too(libraries, num_lanes):
+    """Escapes of a tile that are in its group's pool, at the frame's end."""
+    ranks = Ranks(libraries, 2, NUM_IN_RING * 12 * TILE_ELEMS, num_lanes)
+
+    def spilling(seed, shape, dtype):
+        data = gaussians(seed, shape, dtype)
+        data[..., :60] *= 2.0 ** torch.arange(-75, -15)
+        return data
+
+    check_all(ranks, 2 * TILE_ELEMS - 9, torch.bfloat16, [spilling] * 2, 3)
+    pieces = [spilling(3 + r, (2 * TILE_ELEMS - 9,), torch.bfloat16) for r in range(2)]
+    assert all(same_bits(out[r], pieces[r]) for out in ranks.all_gather(pieces) for r in range(2))
+    assert int(ranks.status) >> SPILL_SHIFT & SPILL_MASK and not ranks.overflows.any()
 
 
 @pytest.mark.parametrize("num_lanes", [1, CARRIED + 1, CARRIED + 2])

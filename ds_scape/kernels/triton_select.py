@@ -66,6 +66,14 @@ def _keys(found, step, max_age, HAS_SQUARE: tl.constexpr):
 
 
 @triton.jit
+def count(histogram, digit, is_valid):
+    """[rows, n] digits, a histogram for each row. The smallest ones, of zeros most often, are added up before."""
+    tl.atomic_add(histogram[:, None] + digit, 1, is_valid & (digit != 0), sem="relaxed")
+    num = tl.sum((is_valid & (digit == 0)).to(tl.int32), 1)
+    tl.atomic_add(histogram, num, num > 0, sem="relaxed")
+
+
+@triton.jit
 def _stride(searches, s, again, is_valid):
     """Every how many of a tile's lines are sampled: 16, 4 or, where the search is small or is done again, 1."""
     row = searches + s.to(tl.int64) * 10
@@ -92,7 +100,7 @@ def sample(rank_by, square, last_sync, search_of_tile, searches, state, histogra
             at = at[:, None] + tl.arange(0, 32)[None, :]
             is_valid = (j < num_lines)[:, None] & (at >= first[:, None]) & (at < stop[:, None])
             key = _keys(_load(rank_by, square, last_sync, at, is_valid, HAS_SQUARE, False), step, max_age, HAS_SQUARE)
-            tl.atomic_add(histogram[:, None] + (key >> LOW).to(tl.int32), 1, is_valid, sem="relaxed")
+            count(histogram, (key >> LOW).to(tl.int32), is_valid)
 
 
 @triton.jit
@@ -202,8 +210,8 @@ def unclear(rank_by, square, last_sync, chosen, search_of_tile, searches, state,
         word, ones, before = words_of_tiles(words, t, is_live)
         tl.store(num_notes + t, tl.sum(ones, 1), is_live)
         note_at = notes + t.to(tl.int64)[:, None] * NOTES + before
-        histogram = (histograms + s.to(tl.int64) * SIZE)[:, None]
-        num_above = tl.zeros((ROWS, WORDS), tl.int32)
+        histogram = histograms + s.to(tl.int64) * SIZE
+        num_above, num_least = tl.zeros((ROWS, WORDS), tl.int32), tl.zeros((ROWS, WORDS), tl.int32)
         for i in range(0, tl.max(ones)):
             is_valid = i < ones
             at = place[:, None] + lowest(word)
@@ -213,10 +221,14 @@ def unclear(rank_by, square, last_sync, chosen, search_of_tile, searches, state,
             tl.store(chosen + at, tl.full((ROWS, WORDS), 1, tl.uint8), is_above)
             num_above += is_above.to(tl.int32)
             two = (key >> THIRD).to(tl.int32) - (lo << (LOW - THIRD))
-            tl.atomic_add(histogram + two, 1, is_valid & (digit >= lo) & (digit <= hi), sem="relaxed")
+            is_inside = is_valid & (digit >= lo) & (digit <= hi)
+            num_least += (is_inside & (two == 0)).to(tl.int32)                              # zeros, most often
+            tl.atomic_add(histogram[:, None] + two, 1, is_inside & (two != 0), sem="relaxed")
             tl.store(note_at + i, key.to(tl.int32, bitcast=True), is_valid & (before + i < NOTES))
             word = word & (word - 1)
         tl.atomic_add(state + s * 8 + ABOVE, tl.sum(num_above, 1), is_live, sem="relaxed")
+        least = tl.sum(num_least, 1)
+        tl.atomic_add(histogram, least, least > 0, sem="relaxed")
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from ds_scape.kernels.triton_select import (
     _keys,
     _load,
     _tiles,
+    count,
     lowest,
     words_of_tiles,
 )
@@ -53,16 +54,15 @@ def third(rank_by, square, last_sync, search_of_tile, searches, state, histogram
     s = tl.load(search_of_tile + t, t < num_tiles, other=0)
     key, is_noted = _noted(notes, t, num)
     is_counted = is_noted & (key >> THIRD == (_prefix(state, s) >> THIRD)[:, None])
-    at = (histograms + s.to(tl.int64) * SIZE)[:, None] + (key & (THIRD_SIZE - 1)).to(tl.int32)
-    tl.atomic_add(at, 1, is_counted, sem="relaxed")
+    count(histograms + s.to(tl.int64) * SIZE, (key & (THIRD_SIZE - 1)).to(tl.int32), is_counted)
     if tl.max(num, 0) > NOTES:
         for one in range(tl.program_id(0) * ROWS, tl.minimum((tl.program_id(0) + 1) * ROWS, num_tiles)):
             if tl.load(num_notes + one) > NOTES:
                 s_one, key_one, at_one, is_valid = _full_tile(rank_by, square, last_sync, search_of_tile, searches, one, step, max_age,
                                                          HAS_SQUARE)
                 is_counted_one = is_valid & (key_one >> THIRD == _prefix(state, s_one) >> THIRD)
-                at_one = histograms + s_one.to(tl.int64) * SIZE + (key_one & (THIRD_SIZE - 1)).to(tl.int32)
-                tl.atomic_add(at_one, 1, is_counted_one, sem="relaxed")
+                histogram = histograms + s_one.to(tl.int64) * SIZE + tl.zeros((1,), tl.int32)
+                count(histogram, (key_one & (THIRD_SIZE - 1)).to(tl.int32)[None, :], is_counted_one[None, :])
 
 
 @triton.jit

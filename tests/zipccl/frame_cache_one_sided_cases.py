@@ -2,11 +2,12 @@
 whose gathers notice what is written before somebody has waited for them."""
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.collectives import one_sided
+from ds_zipccl.collectives import frame_cache, one_sided
 from ds_zipccl.collectives.cost import Curve
 from tests.helpers.bits import assert_same_bits
 from tests.zipccl import frame_cache_cases
@@ -39,6 +40,79 @@ case_slots_out_of_use_lose_their_frames = one_sided_only(frame_cache_cases.case_
 case_announced_writes_of_one_rank = one_sided_only(frame_cache_cases.case_announced_writes_of_one_rank)
 case_unannounced_writes_of_one_rank = one_sided_only(frame_cache_cases.case_unannounced_writes_of_one_rank)
 case_unannounced_writes_found_later = one_sided_only(frame_cache_cases.case_unannounced_writes_found_later)
+
+
+@one_sided_only
+def case_each_stream_waits_once_for_a_write(rank, world_size):
+    """A stream that has waited for the last write, or made it, need not again; encode waits for what compared frames, and for the last
+    gather."""
+    if ONE_SIDED:
+        return                                              # streams are what the stand-in below makes of them
+    now, log = [1], []
+
+    class Mark:
+        def __init__(self, device):
+            self.stream = None
+
+        def set(self):
+            self.stream = now[0]
+            log.append((self, "set", now[0]))
+
+        def join(self):
+            if self.stream not in (None, now[0]):
+                log.append((self, "join", now[0]))
+
+    kept, frame_cache.streams = frame_cache.streams, SimpleNamespace(Mark=Mark, current=lambda device: now[0])
+    try:
+        world = World(world_size)
+        written, read = world.cache._written, world.cache._read
+
+        def waits(mark):
+            found = [stream for m, what, stream in log if m is mark and what == "join"]
+            log.clear()
+            return found
+
+        world.gather()
+        world.gather()
+        assert waits(written) == []                         # the stream that writes
+        for stream in (2, 2, 3, 2, 3, 1):
+            now[0] = stream
+            world.gather()
+        assert waits(written) == [2, 3]
+        world.cache.changed_here(world.cache.slots[:1])
+        now[0] = 3
+        world.gather()                                      # encodes there
+        world.gather()
+        assert waits(written) == [3]
+        now[0] = 2
+        world.gather()
+        assert waits(written) == [2]
+        world.forward, world.cache.compares_on_host = world.forward + 1, False             # compares, as on a GPU
+        world.gather()
+        now[0] = 1
+        world.cache.changed_here(world.cache.slots[:1])
+        world.gather()
+        assert waits(read) == [1]
+        world.close()
+    finally:
+        frame_cache.streams = kept
+
+
+@one_sided_only
+def case_layouts_that_change_are_sent_as_they_are_then(rank, world_size):
+    """What is known of slots that are gathered together is that of their present layouts."""
+    world = World(world_size)
+    world.gather()
+    before = world.cache._ways.kinds(world.cache.slots)
+    for seed, spread in ((40, 2.0), (41, 0.0), (42, 9.0), (43, 0.0)):
+        world.write(1, lambda r, seed=seed, spread=spread: data_of(r, seed=seed, spread=spread))
+        world.cache.changed([world.cache.slots[1]])
+        world.gather()
+        world.gather()
+        assert world.cache._ways.kinds(world.cache.slots) == [slot.kind() for slot in world.cache.slots]
+        if spread == 9.0:
+            assert world.cache._ways.kinds(world.cache.slots)[1] != before[1]
+    world.close()
 
 
 @one_sided_only

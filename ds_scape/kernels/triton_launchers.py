@@ -12,7 +12,7 @@ _KERNELS = {
     triton_norm: {"lane_sums": (4, ("num", "lanes")), "halve": (4,), "last_halves": (4,)},
     triton_mask: {"words_of_mask": (4, ("num",)), "fill": (4,), "count_ones": (8,), "sums_before": (4,), "write_ones": (8,),
                   "words_of_offsets": (4,)},
-    triton_select: {"sample": (4,), "set_bracket": (8,), "clear": (1,), "unclear": (4,), "settle_two": (8,), "settle_three": (4,)},
+    triton_select: {"sample": (4,), "set_bracket": (8,), "clear": (1,), "unclear": (4,), "settle_two": (8,), "settle_three": (8,)},
     triton_select_notes: {"third": (4,), "equal": (4,), "equal_before": (4,), "finish": (4,), "fill_bytes": (4,)},
 }
 LAUNCHERS = {name: Launcher(getattr(module, name), *how) for module, kernels in _KERNELS.items() for name, how in kernels.items()}

@@ -18,10 +18,9 @@ import triton.language as tl
 
 from ds_scape.kernels.triton_rule import age_of, popcount, residual_score, sort_key
 
-TILE, WORDS, NOTES, LINES, BRACKET = (tl.constexpr(i) for i in (512, 16, 64, 16, 16))
-#: Bits of a key after the first digit, of the third digit; sizes of the digits' histograms.
-LOW, THIRD = tl.constexpr(19), tl.constexpr(10)
-SIZE, THIRD_SIZE = tl.constexpr(8192), tl.constexpr(1024)
+TILE, WORDS, NOTES, LINES, BRACKET = (tl.constexpr(i) for i in (512, 16, 64, 16, 128))
+#: Bits of a key after the first digit, of 13 bits (16 values an octave); size of a histogram.
+LOW, SIZE = tl.constexpr(19), tl.constexpr(8192)
 #: Fields of a search that the kernels fill in: the bracket's ends; whether it was wrong; keys above it; digits that are settled, how many
 #: keys with them are wanted, and how many are equal to the last one. In the first search: whether any bracket was wrong.
 LO, HI, AGAIN, ABOVE, PREFIX, WANTED, EQUAL, ANY_AGAIN = (tl.constexpr(i) for i in range(8))
@@ -30,6 +29,12 @@ LO, HI, AGAIN, ABOVE, PREFIX, WANTED, EQUAL, ANY_AGAIN = (tl.constexpr(i) for i 
 @triton.jit
 def _field(state, s, FIELD: tl.constexpr, is_valid=None):
     return tl.load(state + s * 8 + FIELD, is_valid)
+
+
+@triton.jit
+def third_bits(lo, hi):
+    """Of the third digit: 10, more where the bracket has more than 16 values, so that a histogram has room for the first two inside it."""
+    return 10 + (hi - lo >= 16).to(tl.int32) + (hi - lo >= 32).to(tl.int32) + (hi - lo >= 64).to(tl.int32)
 
 
 @triton.jit
@@ -104,12 +109,12 @@ def sample(rank_by, square, last_sync, search_of_tile, searches, state, histogra
 
 
 @triton.jit
-def _from_top(histogram, DIGITS: tl.constexpr):
+def _from_top(histogram):
     """Counts of a histogram's digits from the largest down, and their sums up to each; the histogram is cleared."""
-    at = histogram + (DIGITS - 1 - tl.arange(0, DIGITS))
+    at = histogram + (SIZE - 1 - tl.arange(0, SIZE))
     counts = tl.load(at)
     tl.debug_barrier()
-    tl.store(at, tl.zeros((DIGITS,), tl.int32))
+    tl.store(at, tl.zeros((SIZE,), tl.int32))
     return counts, tl.cumsum(counts, 0)
 
 
@@ -118,7 +123,7 @@ def set_bracket(searches, state, histograms, again: tl.int32):
     """A program for each search."""
     s = tl.program_id(0)
     if (again == 0) | (_field(state, s, AGAIN) != 0):
-        _, sums = _from_top(histograms + s.to(tl.int64) * SIZE, SIZE)
+        _, sums = _from_top(histograms + s.to(tl.int64) * SIZE)
         count, stride = tl.load(searches + s * 10 + 2), _stride(searches, s, again != 0, True)
         # The rank in the sample, give or take what chance makes of it in all but one of some thousand samples.
         share = count.to(tl.float32) / stride
@@ -207,6 +212,8 @@ def unclear(rank_by, square, last_sync, chosen, search_of_tile, searches, state,
         if again != 0:
             is_live = is_live & (_field(state, s, AGAIN, is_live) != 0)
         lo, hi = _field(state, s, LO, is_live)[:, None], _field(state, s, HI, is_live)[:, None]
+        third = third_bits(lo, hi).to(tl.uint32)
+        least = lo.to(tl.uint32) << LOW                     # key of the bracket
         word, ones, before = words_of_tiles(words, t, is_live)
         tl.store(num_notes + t, tl.sum(ones, 1), is_live)
         note_at = notes + t.to(tl.int64)[:, None] * NOTES + before
@@ -220,15 +227,15 @@ def unclear(rank_by, square, last_sync, chosen, search_of_tile, searches, state,
             is_above = is_valid & (digit > hi)
             tl.store(chosen + at, tl.full((ROWS, WORDS), 1, tl.uint8), is_above)
             num_above += is_above.to(tl.int32)
-            two = (key >> THIRD).to(tl.int32) - (lo << (LOW - THIRD))
+            two = ((key - least) >> third).to(tl.int32)
             is_inside = is_valid & (digit >= lo) & (digit <= hi)
             num_least += (is_inside & (two == 0)).to(tl.int32)                              # zeros, most often
             tl.atomic_add(histogram[:, None] + two, 1, is_inside & (two != 0), sem="relaxed")
             tl.store(note_at + i, key.to(tl.int32, bitcast=True), is_valid & (before + i < NOTES))
             word = word & (word - 1)
         tl.atomic_add(state + s * 8 + ABOVE, tl.sum(num_above, 1), is_live, sem="relaxed")
-        least = tl.sum(num_least, 1)
-        tl.atomic_add(histogram, least, least > 0, sem="relaxed")
+        num = tl.sum(num_least, 1)
+        tl.atomic_add(histogram, num, num > 0, sem="relaxed")
 
 
 @triton.jit
@@ -236,7 +243,7 @@ def settle_two(searches, state, histograms, again: tl.int32):
     """The first two digits, from the counts inside the bracket. A program for each search."""
     s = tl.program_id(0)
     if (again == 0) | (_field(state, s, AGAIN) != 0):
-        counts, sums = _from_top(histograms + s.to(tl.int64) * SIZE, SIZE)
+        counts, sums = _from_top(histograms + s.to(tl.int64) * SIZE)
         wanted = (tl.load(searches + s * 10 + 2) - _field(state, s, ABOVE)).to(tl.int32)
         number = tl.sum((sums < wanted).to(tl.int32), 0)
         digit = SIZE - 1 - number
@@ -244,7 +251,9 @@ def settle_two(searches, state, histograms, again: tl.int32):
         is_wrong = ((wanted <= 0) | (number == SIZE)).to(tl.int32)
         tl.store(state + s * 8 + AGAIN, is_wrong)
         tl.atomic_or(state + ANY_AGAIN, is_wrong, sem="relaxed")
-        tl.store(state + s * 8 + PREFIX, ((_field(state, s, LO) << (LOW - THIRD)) + digit) << THIRD)
+        lo, hi = _field(state, s, LO), _field(state, s, HI)
+        third = third_bits(lo, hi)
+        tl.store(state + s * 8 + PREFIX, (lo << LOW) + (digit << third))
         tl.store(state + s * 8 + WANTED, wanted - above)
 
 
@@ -252,10 +261,10 @@ def settle_two(searches, state, histograms, again: tl.int32):
 def settle_three(state, histograms):
     """The third digit. A program for each search."""
     s = tl.program_id(0)
-    counts, sums = _from_top(histograms + s.to(tl.int64) * SIZE, THIRD_SIZE)
+    counts, sums = _from_top(histograms + s.to(tl.int64) * SIZE)
     wanted = _field(state, s, WANTED)
     number = tl.sum((sums < wanted).to(tl.int32), 0)
-    order = tl.arange(0, THIRD_SIZE)
-    tl.store(state + s * 8 + PREFIX, _field(state, s, PREFIX) | (THIRD_SIZE - 1 - number))
+    order = tl.arange(0, SIZE)
+    tl.store(state + s * 8 + PREFIX, _field(state, s, PREFIX) | (SIZE - 1 - number))
     tl.store(state + s * 8 + WANTED, wanted - tl.sum(tl.where(order < number, counts, 0), 0))
     tl.store(state + s * 8 + EQUAL, tl.sum(tl.where(order == number, counts, 0), 0))

@@ -5,11 +5,11 @@ import triton.language as tl
 
 from ds_scape.kernels.triton_select import (
     EQUAL,
+    HI,
+    LO,
     NOTES,
     PREFIX,
     SIZE,
-    THIRD,
-    THIRD_SIZE,
     TILE,
     WANTED,
     WORDS,
@@ -19,6 +19,7 @@ from ds_scape.kernels.triton_select import (
     _tiles,
     count,
     lowest,
+    third_bits,
     words_of_tiles,
 )
 
@@ -38,6 +39,14 @@ def _prefix(state, s):
 
 
 @triton.jit
+def _third_digit(state, s, key, is_valid):
+    """Of keys, and whether their other digits are those that are settled."""
+    bits = third_bits(_field(state, s, LO), _field(state, s, HI)).to(tl.uint32)
+    upper = key >> bits
+    return (key - (upper << bits)).to(tl.int32), is_valid & (upper == _prefix(state, s) >> bits)
+
+
+@triton.jit
 def _full_tile(rank_by, square, last_sync, search_of_tile, searches, t, step, max_age, HAS_SQUARE: tl.constexpr):
     """Search, keys, places and which elements there are, of one tile."""
     s, place, first, stop, _ = _tiles(search_of_tile, searches, t, True)
@@ -53,16 +62,16 @@ def third(rank_by, square, last_sync, search_of_tile, searches, state, histogram
     num = tl.load(num_notes + t, t < num_tiles, other=0)
     s = tl.load(search_of_tile + t, t < num_tiles, other=0)
     key, is_noted = _noted(notes, t, num)
-    is_counted = is_noted & (key >> THIRD == (_prefix(state, s) >> THIRD)[:, None])
-    count(histograms + s.to(tl.int64) * SIZE, (key & (THIRD_SIZE - 1)).to(tl.int32), is_counted)
+    digit, is_counted = _third_digit(state, s[:, None], key, is_noted)
+    count(histograms + s.to(tl.int64) * SIZE, digit, is_counted)
     if tl.max(num, 0) > NOTES:
         for one in range(tl.program_id(0) * ROWS, tl.minimum((tl.program_id(0) + 1) * ROWS, num_tiles)):
             if tl.load(num_notes + one) > NOTES:
                 s_one, key_one, at_one, is_valid = _full_tile(rank_by, square, last_sync, search_of_tile, searches, one, step, max_age,
                                                          HAS_SQUARE)
-                is_counted_one = is_valid & (key_one >> THIRD == _prefix(state, s_one) >> THIRD)
+                digit_one, is_counted_one = _third_digit(state, s_one, key_one, is_valid)
                 histogram = histograms + s_one.to(tl.int64) * SIZE + tl.zeros((1,), tl.int32)
-                count(histogram, (key_one & (THIRD_SIZE - 1)).to(tl.int32)[None, :], is_counted_one[None, :])
+                count(histogram, digit_one[None, :], is_counted_one[None, :])
 
 
 @triton.jit

@@ -106,8 +106,8 @@ int send(Engine* e) {
         ZIPCCL_TRY(e->encode(p.geometry, t.rows, x.row_stride, (u8*)t.frames, t.frame_stride, same ? 1 : num_ranks, same ? -1 : (i64)e->rank(),
                              x.status, x.workspace, x.stream));
     }
-    ZIPCCL_TRY(after(x.stream, e->made, stream));
-    e->is_moving[lane] = true;
+    if (e->is_behind[lane] || !x.num_lanes || e->has_frames(&p)) ZIPCCL_TRY(after(x.stream, e->made, stream));
+    e->is_moving[lane] = true, e->is_behind[lane] = false;
     for (u32 i = 1; x.num_lanes && i < num_ranks; i++) {
         const u32 peer = (e->rank() + i) % num_ranks;                  // not all to the same one at the same time
         u8* slot = e->nothing.memory[peer] + t.slot;

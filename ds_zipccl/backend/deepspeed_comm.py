@@ -5,6 +5,7 @@ subclass of what it was. Source of the seam: deepspeed/comm/comm.py (module glob
 (TorchBackend), 0.19.8.
 """
 import functools
+from collections.abc import Callable
 
 import torch.distributed as dist
 from deepspeed.comm import comm as deepspeed_comm
@@ -22,10 +23,11 @@ class ZippedCollectives(NativeCollectives):
 
     Every override keeps the base method's ``disable_compiler_collective``, arguments and return value: an async call
     returns a handle with ``wait()``, a sync one None. Calls that are not zipped go to the base method, counted with the
-    reason.
+    reason. What is known to go native is launched before anything else is done (``collectives/native_calls.py``).
     """
 
     zipccl: Runtime
+    zipccl_known: Callable          # its ``native_calls.find``
 
     def _zipccl_run(self, op: str, output, data, group, async_op: bool, native, **fields):
         pg = resolve(group)
@@ -47,6 +49,11 @@ class ZippedCollectives(NativeCollectives):
 
     @disable_compiler_collective
     def all_gather_into_tensor(self, output_tensor, input_tensor, group=None, async_op=False):
+        known = self.zipccl_known("all_gather_into_tensor", input_tensor, group)
+        if known is not None:
+            result = super().all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+            known.add()
+            return result
         native = functools.partial(super().all_gather_into_tensor, output_tensor, input_tensor, group=group, async_op=async_op)
         return self._zipccl_run("all_gather_into_tensor", output_tensor, input_tensor, group, async_op, native)
 
@@ -57,6 +64,11 @@ class ZippedCollectives(NativeCollectives):
 
     @disable_compiler_collective
     def reduce_scatter_tensor(self, output_tensor, input_tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        known = self.zipccl_known("reduce_scatter_tensor", input_tensor, group)
+        if known is not None:
+            result = super().reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            known.add(self._reduce_op(op))
+            return result
         native = functools.partial(super().reduce_scatter_tensor, output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         return self._zipccl_run("reduce_scatter_tensor", output_tensor, input_tensor, group, async_op, native,
                                 reduce_op=self._reduce_op(op))
@@ -68,16 +80,31 @@ class ZippedCollectives(NativeCollectives):
 
     @disable_compiler_collective
     def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        known = self.zipccl_known("all_reduce", tensor, group)
+        if known is not None:
+            result = super().all_reduce(tensor, op=op, group=group, async_op=async_op)
+            known.add(self._reduce_op(op))
+            return result
         native = functools.partial(super().all_reduce, tensor, op=op, group=group, async_op=async_op)
         return self._zipccl_run("all_reduce", tensor, tensor, group, async_op, native, reduce_op=self._reduce_op(op))
 
     @disable_compiler_collective
     def broadcast(self, tensor, src, group=None, async_op=False):
+        known = self.zipccl_known("broadcast", tensor, group)
+        if known is not None:
+            result = super().broadcast(tensor, src, group=group, async_op=async_op)
+            known.add(root=_group_rank(group, src))
+            return result
         native = functools.partial(super().broadcast, tensor, src, group=group, async_op=async_op)
         return self._zipccl_run("broadcast", tensor, tensor, group, async_op, native, root=_group_rank(group, src))
 
     @disable_compiler_collective
     def all_to_all_single(self, output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
+        known = None if output_split_sizes or input_split_sizes else self.zipccl_known("all_to_all_single", input, group)
+        if known is not None:
+            result = super().all_to_all_single(output, input, group=group, async_op=async_op)
+            known.add()
+            return result
         native = functools.partial(super().all_to_all_single, output, input, output_split_sizes, input_split_sizes, group=group,
                                    async_op=async_op)
         return self._zipccl_run("all_to_all_single", output, input, group, async_op, native,
@@ -128,7 +155,7 @@ def install(runtime: Runtime) -> None:
     cdb = deepspeed_comm.cdb
     if not isinstance(cdb, ZippedCollectives):
         cdb.__class__ = _zipped_class(type(cdb))
-    cdb.zipccl = runtime
+    cdb.zipccl, cdb.zipccl_known = runtime, runtime.native_calls.find
 
 
 def uninstall() -> None:
@@ -141,4 +168,4 @@ def uninstall() -> None:
 
 def _restore(cdb) -> None:
     cdb.__class__ = type(cdb).__bases__[-1]
-    del cdb.zipccl
+    del cdb.zipccl, cdb.zipccl_known

@@ -3,6 +3,8 @@
 A front makes a ``Call`` of what its host framework was asked for and hands it to ``run``. Everything else it counts with
 ``count_native``.
 """
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -13,16 +15,29 @@ from ds_zipccl.collectives.runtime import Runtime
 SPECS = specs(internal=True)
 
 
-def run(runtime: Runtime, call: Call) -> dist.Work | None:
-    """Launches ``call`` zipped and returns its Work (contract: collectives/work.py), or counts it with the reason and returns None:
-    the front then calls its native collective.
+def run(runtime: Runtime, call: Call, native: Callable[[Call], object] | None = None):
+    """Launches ``call`` zipped and returns its Work (contract: collectives/work.py). Or counts it with the reason, and returns what
+    ``native(call)`` does, the front's native collective; or None without one: the front calls its native collective then.
 
-    ``call.op`` is a registered collective. All ranks of the group must call this in the same order, also for calls that go native.
+    ``call.op`` is a registered collective. All ranks of the group must call this in the same order, also for calls that go native. A front
+    that has no Call yet may ask ``runtime.native_calls.find``, which is what this begins with: see there why it is so short.
     """
+    table = runtime.known_native.get(id(call.group))
+    if table is not None:
+        data = call.input
+        try:
+            known = table.get((call.op, data.numel(), data.dtype, data.is_cuda))
+        except AttributeError:                          # a list
+            known = None
+        if known is not None and call.input_splits is None and call.output_splits is None:
+            result = None if native is None else native(call)
+            known.add(call.reduce_op, call.root)
+            return result
     if isinstance(call.input, tuple) and not (call.inputs or call.outputs):
         count_native(runtime, call.op, call.group, lambda world: 0, "shape")
-        return None
-    return runtime.run(call, lambda: reason_for_native(runtime.config, SPECS[call.op], call))
+        return None if native is None else native(call)
+    work = runtime.run(call, lambda: reason_for_native(runtime.config, SPECS[call.op], call))
+    return native(call) if work is None and native is not None else work
 
 
 def detached(tensors):

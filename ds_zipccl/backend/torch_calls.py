@@ -125,6 +125,35 @@ def understand(method: str, args, kwargs) -> Asked:
         return Asked(method, lambda rank, world: 0)
 
 
+def _second(args):
+    return args[1]
+
+
+def _first_of_list(args):
+    return args[0][0] if len(args[0]) == 1 else None
+
+
+def _second_of_list(args):
+    return args[1][0] if len(args[1]) == 1 else None
+
+
+def _second_unsplit(args):
+    return None if args[2] or args[3] else args[1]
+
+
+#: Method -> (op, the input in its positional arguments, None: not a call of one tensor), for a look before everything else. Arguments of
+#: other forms lead anywhere: what then is known to go native does, and is counted by what ``understand`` makes of it.
+SINGLE: dict[str, tuple[str, Callable]] = {
+    "_allgather_base": ("all_gather_into_tensor", _second), "all_gather_single": ("all_gather_into_tensor", _second),
+    "_reduce_scatter_base": ("reduce_scatter_tensor", _second), "reduce_scatter_single": ("reduce_scatter_tensor", _second),
+    "alltoall_base": ("all_to_all_single", _second_unsplit), "all_to_all_single": ("all_to_all_single", _second_unsplit),
+    "allgather_into_tensor_coalesced": ("all_gather_into_tensor", _second_of_list),
+    "all_gather_single_coalesced": ("all_gather_into_tensor", _second_of_list),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter_tensor", _second_of_list),
+    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor", _second_of_list),
+    "allreduce": ("all_reduce", _first_of_list), "allreduce_coalesced": ("all_reduce", _first_of_list),
+    "broadcast": ("broadcast", _first_of_list),
+}
 _GATHERS = _coalesced(_all_gather_into_tensor, "all_gather_into_tensor_coalesced", lambda whole, world: whole * (world - 1))
 _SCATTERS = _coalesced(_reduce_scatter_tensor, "reduce_scatter_tensor_coalesced", lambda whole, world: whole * (world - 1) // world)
 

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from ds_zipccl.backend import front, torch_calls, torch_session
 from ds_zipccl.backend.torch_batch import batch_through_coalescing
+from ds_zipccl.collectives.native_calls import Known
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.transport import abort_backend
 
@@ -39,6 +40,7 @@ class ZipProcessGroup(ProcessGroup):
         self._inner: ProcessGroup | None = None
         self._joined = False
         self._zipccl = torch_session.join(options)
+        self._known = self._zipccl.native_calls.find
         try:
             self._connect(options, native_options)
         except BaseException:
@@ -63,10 +65,21 @@ class ZipProcessGroup(ProcessGroup):
         if call is not None:
             work = front.run(self._zipccl, call)
         else:
-            work, rank = None, self.rank()
-            num_bytes = asked.num_bytes and (lambda world: asked.num_bytes(rank, world))
-            front.count_native(self._zipccl, asked.op, self._inner, num_bytes)
+            work = None
+            self._count_native(asked)
         return getattr(self._inner, method)(*args, **kwargs) if work is None else work
+
+    def _count_native(self, asked: torch_calls.Asked) -> None:
+        rank = self.rank()
+        front.count_native(self._zipccl, asked.op, self._inner, asked.num_bytes and (lambda world: asked.num_bytes(rank, world)))
+
+    def _count_known(self, known: Known, method: str, args) -> None:
+        """After the launch of a call of one tensor, in whatever form, which was to go native."""
+        asked = torch_calls.understand(method, args, {})
+        if self._coalescing or not self._joined or asked.output is None or not _is_plain(asked.output):
+            self._count_native(asked)
+        else:
+            known.add(asked.fields.get("reduce_op"), asked.fields.get("root"))
 
     def _call(self, asked: torch_calls.Asked) -> Call | None:
         output, data = asked.output, asked.input
@@ -143,9 +156,30 @@ def _method(name: str, body):
     return method
 
 
+def _single(name: str, op: str, data_of):
+    """A method that is mostly of one tensor: known to go native, it does before anything else is done."""
+
+    def method(self, *args, **kwargs):
+        try:
+            data = None if kwargs else data_of(args)
+        except (IndexError, TypeError):                 # short forms
+            data = None
+        if type(data) in _PLAIN:
+            known = self._known(op, data, self._inner)
+            if known is not None:
+                work = getattr(self._inner, name)(*args)
+                self._count_known(known, name, args)
+                return work
+        return self._ask(name, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
 for _name in torch_calls.METHODS:
     if hasattr(ProcessGroup, _name):
-        setattr(ZipProcessGroup, _name, _method(_name, ZipProcessGroup._ask))
+        setattr(ZipProcessGroup, _name, _single(_name, *torch_calls.SINGLE[_name]) if _name in torch_calls.SINGLE
+                else _method(_name, ZipProcessGroup._ask))
 for _name in FORWARDED:
     setattr(ZipProcessGroup, _name, _method(_name, ZipProcessGroup._forward))
 

@@ -1,5 +1,6 @@
 """``ds_zipccl bench collectives``: native against ours, call by call, with the columns of nccl-tests."""
 import contextlib
+import random
 import statistics
 import sys
 import time
@@ -138,10 +139,11 @@ def median_interval(values: list[float]) -> tuple[float, float]:
 
 
 def _times(paths: dict, call: Call, iters: int) -> dict[str, list[float]]:
-    """Microseconds of the slowest rank, per path and turn; the inputs are put back before each (all_reduce is in place)."""
+    """Microseconds of the slowest rank, per path and turn; the inputs are put back before each (all_reduce is in place). In an order of
+    its own each turn: what ran just before is in the caches."""
     saved, times = _copies(call.inputs), {path: [] for path in paths}
     for turn in range(iters + 2):
-        for path, function in paths.items():
+        for path, function in random.Random(turn).sample(list(paths.items()), len(paths)):
             _restore(call.inputs, saved)
             dist.barrier()
             if call.device.type == "cuda":
@@ -164,8 +166,7 @@ def measure(spec: CollectiveSpec, size: int, args, runtime: Runtime, in_place: b
         _wait(spec.native(call), device)
 
     def ours() -> None:
-        work = front.run(runtime, call)
-        _wait(spec.native(call) if work is None else work, device)
+        _wait(front.run(runtime, call, spec.native), device)
 
     wrong = count_wrong(spec, call, ours)
     _gaussian(call)
@@ -216,6 +217,7 @@ def _bench(args, argv: list[str]) -> int:
                     if status:
                         status.update(f"{name} {size >> 10} KiB")
                     rows += measure(specs()[name], size, args, runtime, in_place)
+    measured = {name: runtime.stats.sections[name]()[1] for name in ("switch", "switch_times")}
     runtime.close()
     wrong = torch.tensor([row["wrong"] for row in rows], device=args.device)
     dist.all_reduce(wrong)
@@ -226,7 +228,7 @@ def _bench(args, argv: list[str]) -> int:
         if args.json:
             settings = {"device": args.device, "choice": args.choice, "transport": args.transport, "iters": args.iters, "level": args.level,
                         "kernels": runtime.kernels}
-            write_json(args.json, {"settings": settings, "rows": rows}, command="ds_zipccl " + " ".join(argv))
+            write_json(args.json, {"settings": settings, "rows": rows, **measured}, command="ds_zipccl " + " ".join(argv))
             console.print(f"written to {args.json}")
     total = int(wrong.sum())
     if total and first:

@@ -73,10 +73,11 @@ def _settings(path: str | None) -> dict | None:
 
 
 def _run_of(path: str | None) -> dict | None:
-    """{"steps", "ops": {op: counters of all steps}, "switch": the last step's decisions} of a step log."""
+    """{"steps", "ops": {op: counters of all steps}, "switch": the last step's decisions, "switch_times": what they come from} of a step
+    log."""
     if path is None:
         return None
-    ops, row, steps = {}, {}, 0
+    ops, row, steps, times = {}, {}, 0, {}
     try:
         for line in Path(path).read_text().splitlines():
             row, steps = json.loads(line), steps + 1
@@ -85,7 +86,9 @@ def _run_of(path: str | None) -> dict | None:
                 for key in _SUMMED:
                     total[key] += counters[key]
                 total["native_reasons"].update(counters["native_reasons"])
-        return {"steps": steps, "ops": ops, "switch": row.get("switch", {})}
+            for group, measured in row.get("switch_times", {}).items():
+                times.setdefault(group, {}).update(measured)
+        return {"steps": steps, "ops": ops, "switch": row.get("switch", {}), "switch_times": times}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(describe("cannot read the log of a run", got=f"{type(error).__name__}: {error}", where=path,
                                    expected="a line of JSON per step, as the zipccl section's log has them")) from None
@@ -150,3 +153,7 @@ def _print_run(console: Console, path: str, run: dict) -> None:
     for group, decisions in run["switch"].items():
         for calls, num_bytes in decisions.items():
             console.print(f"  switch, group {group}: {calls} " + ("never" if num_bytes is None else f"from {num_bytes} bytes on"))
+        for calls, times in run["switch_times"].get(group, {}).items():
+            for i, size in enumerate(times["bytes"]):
+                ways = (f"{way.replace('_burst', ' back to back')} {us[i]}" for way, us in times.items() if way != "bytes")
+                console.print(f"    {calls}, {size} bytes, us: " + ", ".join(ways))

@@ -1,7 +1,8 @@
 """What a collective costs on one group, by each of three ways, as functions of size and ratio. Pure: same numbers, same answer.
 
 Noise must not decide, and nothing counts as gained that was not seen: a way must be MIN_GAIN times as fast as the one in use, and outside
-of the measured sizes the gain is that of the nearest one, for a line through two noisy points leads anywhere.
+of the measured sizes the gain is that of the nearest one, for a line through two noisy points leads anywhere. A call that finds its GPU
+idle waits for its own launch, one amid others has that behind them: a way gains what it gains at least, of the two.
 """
 import math
 from dataclasses import dataclass, replace
@@ -41,7 +42,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured for one collective and dtype of a group. ``ratio``: of the data that ``zipped`` and ``one_sided`` were measured with.
+    """Measured for one collective and dtype of a group, of calls that find nothing under way. ``ratio``: of the data that ``zipped`` and
+    ``one_sided`` were measured with. ``burst``: of calls back to back; None: they are nothing else (on a CPU).
 
     Infinite times mean that such calls cannot go that way; so does no curve at all.
     """
@@ -49,10 +51,16 @@ class Costs:
     zipped: Curve
     ratio: float
     one_sided: Curve | None = None
+    burst: "Costs | None" = None
 
     def gain(self, num_bytes: int, ratio: float, native_bytes: int | None = None, way: str = ZIPPED) -> float:
         """Native time / time by ``way`` of a call of ``num_bytes`` (of the whole tensor) whose frames have ``ratio``: codec and latency as
-        measured, and the link's part of the time as the bytes on the wire. ``native_bytes``: of the whole tensor natively, if others."""
+        measured, and the link's part of the time as the bytes on the wire. ``native_bytes``: of the whole tensor natively, if others.
+        The smaller one, of a single call and of one amid others."""
+        single = self._gain(num_bytes, ratio, native_bytes, way)
+        return single if self.burst is None else min(single, self.burst._gain(num_bytes, ratio, native_bytes, way))
+
+    def _gain(self, num_bytes: int, ratio: float, native_bytes: int | None, way: str) -> float:
         curve = getattr(self, way)
         time = math.inf if curve is None else curve.at(num_bytes)
         if not math.isfinite(time):
@@ -74,7 +82,15 @@ class Costs:
         return min((size for way in WAYS if (size := self.first(way)) is not None), default=None)
 
     def without_one_sided(self) -> "Costs":
-        return replace(self, one_sided=None)
+        return replace(self, one_sided=None, burst=self.burst and self.burst.without_one_sided())
+
+    def as_dict(self) -> dict:
+        """For logs: {"bytes": sizes, way: microseconds of a single call, "way_burst": of one amid others}; null: not that way."""
+        def curves(costs: Costs, suffix: str = "") -> dict:
+            return {way + suffix: [round(t, 1) if math.isfinite(t) else None for t in curve.times_us]
+                    for way in (NATIVE, *WAYS) if (curve := getattr(costs, way)) is not None}
+
+        return {"bytes": list(self.native.sizes)} | curves(self) | (curves(self.burst, "_burst") if self.burst else {})
 
 
 def fastest(gains: dict[str, float], present: str = NATIVE, natively: bool = True) -> str:

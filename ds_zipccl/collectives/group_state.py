@@ -3,6 +3,7 @@ import functools
 import logging
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -37,9 +38,11 @@ class GroupState:
         self._pair_capacities: dict[tuple, Capacity] = {}
         self.windows = Windows()
         self._measured: dict[tuple, switch.Measured] = {}
+        self._told: dict[tuple, object] = {}            # of the costs there: which ``new_times`` has had
         self.num_asked, self.answers = 0, None          # all-to-alls before the switch knows pieces that could be zipped
         self._pairs_connected = self._ended = False
         self.in_flight: list[Pending] = []         # in launch order; changed here alone
+        self.when_busy: Callable[[], None] | None = None            # called once a call is in flight
         self._lock = threading.RLock()              # nobody holds it while he waits for another rank's launch
         WATCH.add(self)
 
@@ -138,9 +141,18 @@ class GroupState:
                     report[f"{name} one-sided"] = costs.first(ONE_SIDED)
         return report
 
+    def new_times(self) -> dict[str, dict]:
+        """{"op dtype": ``Costs.as_dict``} of what was measured since the last call of this."""
+        news = {(op, dtype): m.costs for (op, dtype), m in self._measured.items()
+                if m.costs not in (None, switch.NO_CHOICE) and m.costs is not self._told.get((op, dtype))}
+        self._told |= news
+        return {f"{op} {str(dtype).removeprefix('torch.')}": costs.as_dict() for (op, dtype), costs in news.items()}
+
     def add(self, pending: Pending) -> None:
         with self._lock:
             self.in_flight.append(pending)
+        if self.when_busy is not None:
+            self.when_busy()
         WATCH.wake()
 
     def advance(self) -> None:

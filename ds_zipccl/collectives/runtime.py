@@ -2,6 +2,7 @@
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from ds_zipccl.collectives import (  # noqa: F401  importing registers
 )
 from ds_zipccl.collectives import launch as launching
 from ds_zipccl.collectives.check import check
-from ds_zipccl.collectives.cost import ONE_SIDED, ZIPPED
+from ds_zipccl.collectives.cost import ONE_SIDED, WAYS, ZIPPED
 from ds_zipccl.collectives.group_state import GroupState
 from ds_zipccl.collectives.launch import STATUS_BYTES, Flight, Kind, Launch  # noqa: F401  others count status words too
 from ds_zipccl.collectives.native_calls import NativeCalls, list_signature, signature
@@ -49,31 +50,34 @@ class Runtime:
         self._specs = specs(internal=True)
         self._groups: dict[str, dict[str, GroupState]] = {}         # by group name and device type
         self._seen_reasons: set[tuple[str, str]] = set()
-        self._native_calls = NativeCalls(self.stats)
+        self.native_calls = NativeCalls(self.stats, config.reprobe_calls)
+        self.known_native = self.native_calls.shown             # for fronts that look into it
         self._kinds: dict[tuple, Kind] = {}
         self._repeats = Repeats(config.reprobe_calls)
         self._one_sided = Router(config, kernels, self.stats)
+        self._one_sided.price = lambda call: self._known_kind(self._key(call), call)
         self.stats.sections["switch"] = self._switch_report
+        self.stats.sections["switch_times"] = self._switch_times
         self.stats.sections["words"] = self._words_report
 
     def run(self, call: Call, reason_against: Callable[[], str | None] | None = None) -> dist.Work | None:
         """Launches ``call`` zipped and returns its Work; returns None where the caller must use its native collective.
 
         ``reason_against()``: why the front finds the call not eligible (None: it is); not asked for calls that went native before. Must be
-        called by all ranks of the group in the same order.
+        called by all ranks of the group in the same order, but for calls that ``native_calls.find`` finds.
         """
         repeated = self._repeats.launch(call)
         if repeated is not None:
             flight, kind = repeated
             return self._counted(flight, self._launched(flight, kind.state, call.outputs, None, call.op))
         self.advance(call.group)
-        key = self._key(call)
-        known = self._native_calls.find(key, self.config.reprobe_calls)
+        known = self.native_calls.find_any(call)
         if known is not None:
-            if not known.is_on_gpu:
-                self.settle(call.group)
-            known.count.add(known.raw_bytes)
+            self.before_native(call.group, call.device)
+            self._show(call.group)
+            known.add(call.reduce_op, call.root)
             return None
+        key = self._key(call)
         spec, kind = self._specs[call.op], self._known_kind(key, call)
         if kind is not None:
             reason, state = None, kind.state
@@ -111,7 +115,7 @@ class Runtime:
         keeps_arithmetic = reason == "incompressible" and spec.reduces and call.world_size > 2
         raw_bytes = 0 if spec.internal and not keeps_arithmetic else spec.raw_bytes(call)
         self.native(call.op, reason, raw_bytes)
-        self._remember_native(key, spec, call, reason, raw_bytes, state)
+        self._remember_native(spec, call, reason, raw_bytes, state)
         if keeps_arithmetic:                    # it must not depend on whether the data compresses
             spec.uncompressed(inner)
             if store is not None:
@@ -126,10 +130,11 @@ class Runtime:
             self._new_kind(key, spec, call, state)
         return work
 
-    def _remember_native(self, key: tuple | None, spec: CollectiveSpec, call: Call, reason: str, raw_bytes: int,
-                         state: GroupState | None) -> None:
+    def _remember_native(self, spec: CollectiveSpec, call: Call, reason: str, raw_bytes: int, state: GroupState | None) -> None:
         """An all-to-all of equal pieces, or of lists, is remembered where the switch found all of them slower, which both ends of a pair
         know alike; not on a CPU, where a rank without zipped pieces takes part in the others' words."""
+        if self.config.integrity != "off":          # all ranks check each call
+            return
         measured = None
         if spec.pairwise:
             if reason != "native_is_faster" or call.device.type != "cuda":
@@ -139,7 +144,16 @@ class Runtime:
                 return
         elif reason == "native_is_faster":
             measured = state.measured(call.op, call.dtype)
-        self._native_calls.remember(key, reason, raw_bytes, measured, call.device.type == "cuda")
+        if call.root is not None:
+            raw_bytes = spec.raw_bytes(replace(call, root=call.rank))
+        self.native_calls.remember(call, reason, raw_bytes, measured)
+        self._show(call.group)
+
+    def _show(self, group: dist.ProcessGroup) -> None:
+        """A call that comes into flight meanwhile, in another thread, hides them again; so does this, if it came just before."""
+        self.native_calls.show(group)
+        if any(state.in_flight for state in self._groups.get(group.group_name, _NO_STATES).values()):
+            self.native_calls.hide(id(group))
 
     def _known_kind(self, key: tuple | None, call: Call) -> Kind | None:
         """What was found out when such a call could be zipped, if it holds for this one too: all but this is in ``signature``."""
@@ -204,7 +218,7 @@ class Runtime:
         """Completes what is in flight on ``group`` (None: on all) and drops its communicators, whatever fails; then
         raises the first failure. All ranks of the group at the same point."""
         # By name, not by age: ranks meet their groups in different orders, and a resend needs both ends.
-        self._native_calls.forget()
+        self.native_calls.forget(group)
         names = sorted(self._groups) if group is None else [group.group_name]
         failures = []
         for name in names:
@@ -229,7 +243,7 @@ class Runtime:
 
     def abort(self, group: dist.ProcessGroup) -> None:
         """Drops the communicators of ``group`` at once; the calls in flight on it fail. On this rank alone."""
-        self._native_calls.forget()
+        self.native_calls.forget(group)
         for state in self._groups.pop(group.group_name, {}).values():
             state.abort("its group was aborted")
             self._forget_calls(state)
@@ -244,6 +258,7 @@ class Runtime:
                 self._forget_calls(state)
             self._forget_gone()
             state = states[device.type] = GroupState(group, device)
+            state.when_busy = functools.partial(self.native_calls.hide, id(group))
         return state
 
     def _forget_gone(self) -> None:
@@ -254,7 +269,7 @@ class Runtime:
     def _choose(self, spec: CollectiveSpec, call: Call, state: GroupState, kind: Kind | None) -> str | None:
         """None: zipped; ONE_SIDED: the same over symmetric memory. Else the reason for native."""
         if kind is not None and kind.choice is not None and kind.choice.holds(self.config.reprobe_calls):
-            return None
+            return ONE_SIDED if kind.choice.way == ONE_SIDED else None
         choice, router = getattr(self.config.collectives, spec.family), self._one_sided if self._one_sided.is_measured else None
         if choice == "always" and (router is None or router.reason_against(spec, call) is not None):
             return None
@@ -266,15 +281,19 @@ class Runtime:
         way = choose(spec, call, run_zipped, state, self.config, router)
         if kinds:
             self.workspace.drop(lambda flight: flight.launch.trial)
+        if kind is not None:
+            kind.choice = switch.zipped_again(spec, call, state, way) if way in WAYS else None
         if way == ONE_SIDED:
             return ONE_SIDED
-        if kind is not None:
-            kind.choice = switch.zipped_again(spec, call, state) if way == ZIPPED else None
         return None if way == ZIPPED or choice == "always" else "native_is_faster"
 
     def _switch_report(self) -> tuple[dict, dict]:
         """A section of the step log: (no counters, from how many bytes on calls of each group are zipped)."""
         return {}, {name: report for name, states in self._groups.items() for state in states.values() if (report := state.switch_report())}
+
+    def _switch_times(self) -> tuple[dict, dict]:
+        """The same: (no counters, what was measured since this was asked last)."""
+        return {}, {name: times for name, states in self._groups.items() for state in states.values() if (times := state.new_times())}
 
     def _words_report(self) -> tuple[dict, dict]:
         """A section of the step log: (no counters, how each group's status words go)."""

@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -25,7 +25,11 @@ from ds_zipccl.collectives.registry import Call, CollectiveSpec
 log = logging.getLogger("ds_zipccl")
 #: By device: bytes of the whole tensor. A GPU's calls are bound by the host up to some 16 MiB, so what links give shows beyond.
 PROBE_SIZES = {"cpu": (1 << 18, 1 << 21, 1 << 24), "cuda": (1 << 20, 1 << 22, 1 << 24, 1 << 26)}
+LARGER_SIZES = {"cpu": (), "cuda": (1 << 28,)}      # as well, while the largest takes less than SHORT_US natively
+SHORT_US = 1500.0                                   # a call of which the launch is no more than a few percent
 PROBE_ROUNDS = {"cpu": 3, "cuda": 7}                # of which the median counts
+BURST_CALLS, BURST_ROUNDS = {"cpu": 1, "cuda": 6}, {"cpu": 1, "cuda": 3}        # on a CPU each call ends before the next begins
+EVICTING_BYTES = 8 << 20                            # more than what a core has to itself
 TENSORS_OF_A_PROBE = 8             # the memory it takes, at most, by that of its whole tensor
 MAX_SIZES = 4096
 NO_CHOICE = Costs(Curve((1, 2), (1.0, 1.0)), Curve((1, 2), (0.0, 0.0)), 1.0)          # what must be zipped, one way alone
@@ -33,22 +37,23 @@ ASK_EACH_CALL = 8                  # all-to-alls in which the ranks ask each oth
 
 
 class Choice(NamedTuple):
-    """What a call was found to be zipped for. The same again says so again: what the ranks share is compared, nothing is remembered that
-    some of them may have forgotten."""
+    """What a call was found to be zipped for, or sent one-sided. The same again says so again: what the ranks share is compared, nothing is
+    remembered that some of them may have forgotten."""
     measured: "Measured"
     costs: Costs
     state: object
     room: tuple                    # key of the class
-    spill: int
+    spill: int | None
     size: tuple
+    way: str = ZIPPED
 
     def holds(self, reprobe_calls: int) -> bool:
         """For the next such call, which is then counted."""
         measured, capacity = self.measured, self.state.capacities.get(self.room)
-        if (measured.costs is not self.costs or capacity is None or capacity.spill_per_tile != self.spill
-                or measured.ways.get(self.size) != ZIPPED or len(measured.ways) >= MAX_SIZES or measured.is_due_next(reprobe_calls)):
+        if (measured.costs is not self.costs or (None if capacity is None else capacity.spill_per_tile) != self.spill
+                or measured.ways.get(self.size) != self.way or len(measured.ways) >= MAX_SIZES or measured.is_due_next(reprobe_calls)):
             return False
-        measured.num_calls += 1
+        measured.count(reprobe_calls)
         return True
 
 
@@ -56,39 +61,63 @@ class PairsChoice(NamedTuple):
     """The same of an all-to-all that cannot go one-sided: its pieces are decided each by itself."""
     measured: "Measured"
     costs: Costs
+    way: str = ZIPPED
 
     def holds(self, reprobe_calls: int) -> bool:
         measured = self.measured
         if measured.costs is not self.costs or measured.is_due_next(reprobe_calls):
             return False
-        measured.num_calls += 1
+        measured.count(reprobe_calls)
         return True
 
 
-def zipped_again(spec: CollectiveSpec, call: Call, state) -> Choice | PairsChoice | None:
-    """After ``choose`` or ``choose_for_pairs`` said ZIPPED."""
+def zipped_again(spec: CollectiveSpec, call: Call, state, way: str = ZIPPED) -> Choice | PairsChoice | None:
+    """After ``choose`` or ``choose_for_pairs`` said ``way``, ZIPPED or ONE_SIDED."""
     if spec.pairwise:
         measured = state.measured("pair", call.dtype)
         return PairsChoice(measured, measured.costs) if measured.costs.one_sided is None else None
     measured, numel = state.measured(call.op, call.dtype), spec.row_numel(call)
     room, native_bytes = (call.op, call.dtype, numel), None if spec.native_numel is None else spec.native_numel(call) * call.dtype.itemsize
     capacity = state.capacities.get(room)
-    return capacity and Choice(measured, measured.costs, state, room, capacity.spill_per_tile,
-                               (spec.whole_numel(call) * call.dtype.itemsize, native_bytes))
+    if capacity is None and way == ZIPPED:              # it is about to get one
+        return None
+    return Choice(measured, measured.costs, state, room, None if capacity is None else capacity.spill_per_tile,
+                  (spec.whole_numel(call) * call.dtype.itemsize, native_bytes), way)
 
 
-@dataclass
 class Measured:
-    """What the switch knows of one collective and dtype on a group."""
-    costs: Costs | None = None
-    num_calls: int = 0             # that were eligible
-    ways: dict[tuple, str] = field(default_factory=dict)     # of sizes that were not native last time: what all ranks carried out together
-    _gains: tuple[Costs | None, dict[tuple, dict]] = field(default_factory=lambda: (None, {}))         # found with these costs
+    """What the switch knows of one collective and dtype on a group.
+
+    ``num_calls``: that were eligible. ``ways``: of sizes that were not native last time: what all ranks carried out together.
+    ``known_native``: what goes native by these costs, among others of the group; emptied by all that may change that.
+    """
+
+    def __init__(self, costs: Costs | None = None, num_calls: int = 0):
+        self._costs, self.num_calls = costs, num_calls
+        self.ways: dict[tuple, str] = {}
+        self.known_native: dict | None = None
+        self._gains: tuple[Costs | None, dict[tuple, dict]] = (None, {})           # found with these costs
+
+    @property
+    def costs(self) -> Costs | None:
+        return self._costs
+
+    @costs.setter
+    def costs(self, costs: Costs | None) -> None:
+        self._costs = costs
+        if self.known_native:
+            self.known_native.clear()
+
+    def count(self, reprobe_calls: int) -> None:
+        """A call."""
+        self.num_calls += 1
+        if self.known_native and self.is_due_next(reprobe_calls):
+            self.known_native.clear()
 
     def due(self, reprobe_calls: int) -> bool:
         """Counts a call; whether its costs must be measured first."""
         due = self.is_due_next(reprobe_calls)
-        self.num_calls += 1
+        self.count(reprobe_calls)
         return due
 
     def is_due_next(self, reprobe_calls: int) -> bool:
@@ -118,13 +147,15 @@ class Measured:
         return gains
 
 
-def _timed_us(run, device: torch.device, start: Callable[[], None]) -> float:
+def _timed_us(run, device: torch.device, start: Callable[[], None], num_calls: int = 1) -> float:
+    """Of one of ``num_calls`` calls back to back."""
     start()
     began = time.perf_counter()
-    run()
+    for _ in range(num_calls):
+        run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return (time.perf_counter() - began) * 1e6
+    return (time.perf_counter() - began) * 1e6 / num_calls
 
 
 @functools.lru_cache(maxsize=4096)
@@ -138,42 +169,70 @@ def measure(spec: CollectiveSpec, call: Call, run_zipped: Callable[[Call], bool]
             run_one_sided: Callable[[Call], bool] | None = None) -> Costs:
     """The costs of such calls, the same on every rank of the group: all must come here at the same call.
 
-    Runs 1 + PROBE_ROUNDS collectives of each PROBE_SIZES on the call's group by each way, in turns, on synthetic Gaussians; the slowest
-    rank's medians count, exchanged over ``side``. ``run_zipped(call)``, ``run_one_sided(call)`` carry out such a call to its end, or return
-    False, on all ranks. One-sided results are compared with the others: a rank that sees a difference rules that way out for all.
+    Runs collectives of each size on the call's group by each way, in turns, on synthetic Gaussians: PROBE_ROUNDS single ones, and where
+    their launches may hide behind each other BURST_ROUNDS bursts. The slowest rank's medians count, exchanged over ``side``.
+    ``run_zipped(call)``, ``run_one_sided(call)`` carry out such a call to its end, or return False, on all ranks. One-sided results are
+    compared with the others: a rank that sees a difference rules that way out for all.
     """
-    device, sizes = call.device, _affordable_sizes(call, side)
-    times = [_medians(spec, _test_call(spec, call, size), run_zipped, run_one_sided, _starter(call, side)) for size in sizes]
-    mine = torch.tensor(list(zip(*times, strict=True)), dtype=torch.float64, device=device).view(-1)
-    gathered = torch.empty(mine.numel() * call.world_size, dtype=torch.float64, device=device)
-    side.all_gather(gathered, mine).wait()
-    native, zipped, one_sided = (Curve(sizes, tuple(row)) for row in gathered.view(call.world_size, 3, -1).amax(0).tolist())
-    costs = Costs(native, zipped, frame_ratio(call.dtype, sizes[-1] // call.dtype.itemsize // call.world_size, level=level),
-                  one_sided if all(map(math.isfinite, one_sided.times_us)) else None)
-    log.info("%s of %s on group %s: native %s us, zipped %s us, one-sided %s us at %s bytes; zipped from %s bytes on, one-sided from %s",
-             call.op, call.dtype, call.group.group_name, *([round(t) if math.isfinite(t) else t for t in c.times_us] for c in (
-                 native, zipped, one_sided)), list(sizes), costs.zipped_from(), costs.first(ONE_SIDED))
+    device, (sizes, larger) = call.device, _affordable_sizes(call, side)
+    ratio = frame_ratio(call.dtype, sizes[-1] // call.dtype.itemsize // call.world_size, level=level)
+
+    def slowest(times: list[list[float]]) -> list[list[float]]:
+        mine = torch.tensor(times, dtype=torch.float64, device=device).view(-1)
+        gathered = torch.empty(mine.numel() * call.world_size, dtype=torch.float64, device=device)
+        side.all_gather(gathered, mine).wait()
+        return gathered.view(call.world_size, -1, 3).amax(0).tolist()
+
+    tests: dict[int, Call] = {}
+
+    def medians(size: int, start: Callable[[], None], *num_calls: int) -> list[float]:
+        if size not in tests:
+            tests[size] = _test_call(spec, call, size)
+        return _medians(spec, tests[size], run_zipped, run_one_sided, start, *num_calls)
+
+    start = _starter(call, side, cold=device.type == "cuda")
+    singles = slowest([medians(size, start) for size in sizes])
+    if larger and singles[-1][0] < SHORT_US:            # a fast link: the host has its share in the time still
+        singles, sizes = singles + slowest([medians(size, start) for size in larger]), (*sizes, *larger)
+    bursts, num_calls = singles, BURST_CALLS[device.type]
+    if num_calls > 1:
+        start = _starter(call, side)
+        seen = [medians(size, start, num_calls) if single[0] < SHORT_US else single for size, single in zip(sizes, singles, strict=True)]
+        bursts = slowest(seen)
+    costs = replace(_costs(sizes, singles, ratio), burst=_costs(sizes, bursts, ratio) if num_calls > 1 else None)
+    log.info("%s of %s on group %s: single and back-to-back us %s; zipped from %s bytes on, one-sided from %s", call.op, call.dtype,
+             call.group.group_name, costs.as_dict(), costs.zipped_from(), costs.first(ONE_SIDED))
     return costs
 
 
-def _affordable_sizes(call: Call, side) -> tuple[int, ...]:
-    """Of PROBE_SIZES those for whose tensors and frames all ranks have memory: one that ran out would leave the others waiting."""
-    sizes, free = PROBE_SIZES[call.device.type], _free_bytes(call.device)
+def _costs(sizes: tuple[int, ...], times: list[list[float]], ratio: float) -> Costs:
+    native, zipped, one_sided = (Curve(sizes, column) for column in zip(*times, strict=True))
+    return Costs(native, zipped, ratio, one_sided if all(map(math.isfinite, one_sided.times_us)) else None)
+
+
+def _affordable_sizes(call: Call, side) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of PROBE_SIZES, and of LARGER_SIZES, those for whose tensors and frames all ranks have memory: one that ran out would leave the
+    others waiting."""
+    sizes, larger, free = PROBE_SIZES[call.device.type], LARGER_SIZES[call.device.type], _free_bytes(call.device)
     if free is None:
-        return sizes
-    mine = torch.tensor([sum(TENSORS_OF_A_PROBE * size <= free for size in sizes)], dtype=torch.int32, device=call.device)
+        return sizes, larger
+    mine = torch.tensor([sum(TENSORS_OF_A_PROBE * size <= free for size in (*sizes, *larger))], dtype=torch.int32, device=call.device)
     everyones = torch.empty(call.world_size, dtype=torch.int32, device=call.device)
     side.all_gather(everyones, mine).wait()
-    return sizes[:max(2, int(everyones.min()))]
+    num = int(everyones.min())
+    return sizes[:max(2, num)], larger[:max(0, num - len(sizes))]
 
 
-def _starter(call: Call, side) -> Callable[[], None]:
+def _starter(call: Call, side, cold: bool = False) -> Callable[[], None]:
     """What makes all ranks begin at the same time, with nothing queued: a run that begins while another rank is busy still, with the run
-    before, is measured too long, or has its host time hidden behind that."""
+    before, is measured too long, or has its host time hidden behind that. ``cold``: with the host's caches as a call finds them whose
+    host was busy elsewhere, not as a loop of nothing but such calls leaves them: our ways run more of it than native."""
     own = torch.zeros(1, dtype=torch.int32, device=call.device)
     everyones = torch.empty(call.world_size, dtype=torch.int32, device=call.device)
+    other_work = b"." * (EVICTING_BYTES if cold else 0)             # zeros would all be one page
 
     def start() -> None:
+        other_work.count(b"-")
         side.all_gather(everyones, own).wait()
         if call.device.type == "cuda":
             torch.cuda.synchronize(call.device)
@@ -196,8 +255,9 @@ def _test_call(spec: CollectiveSpec, call: Call, whole_bytes: int) -> Call:
     return test
 
 
-def _medians(spec: CollectiveSpec, test: Call, run_zipped, run_one_sided, start: Callable[[], None]) -> list[float]:
-    """Microseconds on this rank: native, zipped, one-sided (None: not at all). ``start()`` before each."""
+def _medians(spec: CollectiveSpec, test: Call, run_zipped, run_one_sided, start: Callable[[], None], num_calls: int = 1) -> list[float]:
+    """Microseconds of a call on this rank: native, zipped, one-sided (infinite: not at all). ``start()`` before each, or before each
+    burst of ``num_calls``."""
     def natively(test: Call) -> bool:
         return spec.native(test).wait()
 
@@ -208,9 +268,10 @@ def _medians(spec: CollectiveSpec, test: Call, run_zipped, run_one_sided, start:
         if run_one_sided(test):
             runs[2], is_right = run_one_sided, _is_right(test, runs[1] or natively)
     times = [[] for _ in runs]
-    for turn in range(1 + PROBE_ROUNDS[test.device.type]):
+    rounds = PROBE_ROUNDS if num_calls == 1 else BURST_ROUNDS
+    for turn in range(1 + rounds[test.device.type]):
         for run, seen in zip(runs, times, strict=True):
-            time_us = math.inf if run is None else _timed_us(functools.partial(run, test), test.device, start)
+            time_us = math.inf if run is None else _timed_us(functools.partial(run, test), test.device, start, num_calls)
             if turn:
                 seen.append(time_us)
     native, zipped, one_sided = map(statistics.median, times)

@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from ds_zipccl.collectives import all_gather, switch, transport
 from ds_zipccl.collectives import launch as launching
+from ds_zipccl.collectives.cost import Curve
 from ds_zipccl.collectives.registry import specs
 from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits, specials
@@ -205,7 +206,8 @@ def case_probes_cost_what_repeated_calls_cost(rank, world):
                     if work is not None:
                         work.wait()
                 trials = [flight for flight in made if flight.launch.trial]
-                assert len(trials) == len(switch.PROBE_SIZES[data.device.type]), (op, len(trials))
+                num_sizes = len(switch.PROBE_SIZES[data.device.type])
+                assert num_sizes <= len(trials) <= num_sizes + len(switch.LARGER_SIZES[data.device.type]), (op, len(trials))
                 held = [flight for stack in live.workspace._idle.values() for flight in stack if not isinstance(flight, torch.Tensor)]
                 assert not any(flight.launch.trial for flight in held)
     finally:
@@ -238,6 +240,39 @@ def case_ranks_that_measure_differently_decide_alike(rank, world):
             assert [i for i in range(1, 9) if costs[i] != costs[i - 1]] == [3, 7]
     finally:
         switch._timed_us = original
+
+
+def case_calls_are_measured_alone_and_back_to_back(rank, world):
+    """As on a GPU: bursts of the sizes whose calls are short, a larger size where the largest is; all ranks decide alike what is short."""
+    kept = {name: getattr(switch, name) for name in ("PROBE_SIZES", "LARGER_SIZES", "BURST_CALLS", "SHORT_US", "_timed_us")}
+    both, seen, sizes, slow = ("cpu", "cuda"), [], (1 << 16, 1 << 18), {}
+    switch.PROBE_SIZES, switch.LARGER_SIZES = dict.fromkeys(both, sizes), dict.fromkeys(both, (1 << 20,))
+    switch.BURST_CALLS, switch.SHORT_US = dict.fromkeys(both, 3), 100.0
+
+    def made_up(run, device, start, num_calls=1):
+        kept["_timed_us"](run, device, start, num_calls)
+        seen.append(num_calls)
+        return {1: 99.0 if rank == slow["rank"] else 50.0, 3: 20.0}[num_calls] + slow["by"]
+
+    switch._timed_us = made_up
+    try:
+        for who, over, num_sizes in ((0, 0, 3), (world - 1, 2, 2)):           # then one rank is too slow, for all
+            slow.update(rank=who, by=over)
+            with runtime(collectives="adaptive", deterministic_reduce=False) as live:
+                seen.clear()
+                data = gaussian(30000, seed=rank)
+                carry_out(live, AG, torch.empty(30000 * world, dtype=data.dtype), data)
+                state = live.state(dist.group.WORLD, data.device)
+                costs = state.measured(AG, torch.bfloat16).costs
+                short = num_sizes == 3
+                assert costs.native == Curve((*sizes, 1 << 20)[:num_sizes], (99.0 + over,) * num_sizes), costs
+                assert costs.burst.native.times_us == ((20.0,) if short else (99.0 + over,)) * num_sizes, costs
+                singles, bursts = (2 * (1 + rounds[data.device.type]) for rounds in (switch.PROBE_ROUNDS, switch.BURST_ROUNDS))
+                assert [seen.count(n) for n in (1, 3)] == [num_sizes * singles, num_sizes * bursts * short]
+                assert list(state.new_times()) == [f"{AG} bfloat16"] and not state.new_times()
+    finally:
+        for name, value in kept.items():
+            setattr(switch, name, value)
 
 
 def case_subgroups(rank, world):

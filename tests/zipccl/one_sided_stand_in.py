@@ -120,7 +120,7 @@ def stand_ins(why_not=None, spoil=lambda out: None):
 @contextlib.contextmanager
 def measured_at_three_sizes(times):
     """``times(size, num_measured)``: microseconds natively, zipped, one-sided; infinite ones stay."""
-    kept = {name: getattr(switch, name) for name in ("PROBE_SIZES", "PROBE_ROUNDS", "_medians")}
+    kept = {name: getattr(switch, name) for name in ("PROBE_SIZES", "LARGER_SIZES", "PROBE_ROUNDS", "BURST_CALLS", "_medians")}
     num_measured = []
 
     def medians(spec, test, *runs):
@@ -131,6 +131,7 @@ def measured_at_three_sizes(times):
         return [b if math.isfinite(a) else a for a, b in zip(seen, made_up, strict=True)]
 
     switch.PROBE_SIZES, switch.PROBE_ROUNDS = dict.fromkeys(("cpu", "cuda"), (SMALL, MIDDLE, LARGE)), dict.fromkeys(("cpu", "cuda"), 1)
+    switch.LARGER_SIZES, switch.BURST_CALLS = dict.fromkeys(("cpu", "cuda"), ()), dict.fromkeys(("cpu", "cuda"), 1)
     switch._medians = medians
     try:
         yield

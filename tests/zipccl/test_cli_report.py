@@ -47,6 +47,9 @@ def test_what_a_run_did(tmp_path, capsys):
     stats, file = Stats(), tmp_path / "log.jsonl"
     decisions = {}
     stats.sections["switch"] = lambda: ({}, {"0": dict(decisions)})
+    news = iter([{"0": {"broadcast bfloat16": {"bytes": [1], "native": [9]}}}, {"0": {"all_gather_into_tensor bfloat16": {
+        "bytes": [1 << 20, 1 << 22], "native": [1.5, 2], "zipped": [None, 4], "native_burst": [5, 6]}}}, {}])
+    stats.sections["switch_times"] = lambda: ({}, next(news))
     log = StepLog(str(file), stats)
     for step in range(3):
         stats.zipped("all_gather_into_tensor", 1000 + step, 700)
@@ -63,6 +66,8 @@ def test_what_a_run_did(tmp_path, capsys):
     assert run["switch"] == {"0": {"all_gather_into_tensor bfloat16": 4 << 20, "broadcast bfloat16": None}}
     printed = " ".join(capsys.readouterr().out.split())
     assert f"all_gather_into_tensor bfloat16 from {4 << 20} bytes on" in printed and "broadcast bfloat16 never" in printed
+    assert list(run["switch_times"]["0"]) == ["broadcast bfloat16", "all_gather_into_tensor bfloat16"]
+    assert f"all_gather_into_tensor bfloat16, {1 << 20} bytes, us: native 1.5, zipped None, native back to back 5" in printed
     file.write_text("[]\n")
     assert main(["report", "--log", str(file)]) == 2 and "cannot read the log" in capsys.readouterr().err
 

@@ -104,6 +104,27 @@ def test_where_native_is_no_choice(present, gains, way):
     assert fastest(dict(zip((NATIVE, ZIPPED, ONE_SIDED), (1.0, *gains), strict=True)), present, natively=False) == way
 
 
+@pytest.mark.parametrize("single, burst, way", [
+    ((100, 90, 200), (100, 90, 200), ZIPPED), ((100, 200, 90), (100, 200, 90), ONE_SIDED),
+    ((100, 90, 80), (100, 103, 120), NATIVE), ((100, 103, 120), (100, 90, 80), NATIVE),                # wins in one of both alone
+    ((100, 90, 80), (100, 98, 96), ONE_SIDED), ((100, 90, 80), (100, 90, 98), ZIPPED),                 # 2 % is no gain
+    ((100, 50, 110), (100, 110, 50), NATIVE),                                                          # each in another
+    ((1000, 900, 800), (100, 90, 80), ONE_SIDED)])                                                     # each against its own native
+def test_what_wins_must_win_alone_and_amid_others(single, burst, way):
+    def made_up(times) -> Costs:
+        native, zipped, one_sided = (Curve(SIZES, (t, t, t)) for t in times)
+        return Costs(native, zipped, 1.41, one_sided)
+
+    c = replace(made_up(single), burst=made_up(burst))
+    assert Measured(c).way(4 * MIB, 1.41) == way
+    gains = c.gains(4 * MIB, 1.41)
+    assert [gains[w] for w in (ZIPPED, ONE_SIDED)] == [pytest.approx(min(single[0] / single[i], burst[0] / burst[i])) for i in (1, 2)]
+    without = c.without_one_sided()
+    assert without.burst.one_sided is None and without.gains(4 * MIB, 1.41)[ONE_SIDED] == 0
+    assert c.as_dict()["bytes"] == list(SIZES) and c.as_dict()["one_sided"] == [single[2]] * 3 and c.as_dict()["zipped_burst"] == [
+        burst[1]] * 3
+
+
 def test_new_costs_change_the_way():
     measured = Measured(three_ways())
     assert measured.way(16 * MIB, 1.41) == ONE_SIDED

@@ -69,8 +69,11 @@ def _is_linked(device: torch.device) -> bool:
         return True
     if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0") or os.environ.get("NCCL_P2P_LEVEL", "") in ("0", "LOC"):
         return False
+    others = set(range(torch.cuda.device_count()))
+    if len(others) < 2:
+        return True
     index = torch.cuda.current_device() if device.index is None else device.index
-    return all(other == index or torch.cuda.can_device_access_peer(index, other) for other in range(torch.cuda.device_count()))
+    return all([torch.cuda.can_device_access_peer(index, other) for other in others - {index}])
 
 
 def _make(num_bytes: int) -> tuple[str, int]:

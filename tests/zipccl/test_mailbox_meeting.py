@@ -195,3 +195,29 @@ def test_verdicts():
     meeting = Meeting(0, mailbox.MAX_RANKS + 1, torch.device("cpu"), SimpleNamespace(), 1.0)
     assert meeting.over and meeting.why_not == "too_many_ranks"
     meeting.before_gather(Words())                  # which asks nobody
+
+
+@pytest.mark.parametrize("unlinked, host, linked", [((), None, True), ((1,), None, False), ((0, 1), None, False), ((), 1, False)])
+def test_ranks_agree_whether_their_gpus_reach_each_other(meetings, monkeypatch, unlinked, host, linked):
+    """By what all of them say; ranks on several hosts do not."""
+    monkeypatch.setattr(mailbox_meeting, "_is_linked", lambda device: rank_here() not in unlinked)
+    monkeypatch.setattr(mailbox_meeting, "_host", lambda: ["here", 5] if rank_here() != host else ["there", 5])
+    ranks = meetings(2)
+    assert [why for why, _ in agreed(ranks, False)] == ["hosts" if host else None] * 2
+    assert [rank.linked for rank in ranks] == [linked] * 2
+
+
+def test_which_gpus_reach_each_other(monkeypatch):
+    reach = {(0, 1): True, (0, 2): True, (1, 0): True, (1, 2): False}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: reach[one, other])
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+
+    def found() -> list[bool]:
+        return [mailbox_meeting._is_linked(torch.device(name)) for name in ("cpu", "cuda:0", "cuda:1")]
+
+    assert found() == [True, True, False]
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
+    assert found() == [True, True, False]
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert found() == [True, False, False]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)           # not frozen: that takes 2 us a call
 class Call:
     """One call of a collective, as the user made it. ``group`` is never None here; tensors are detached.
 

@@ -1,11 +1,9 @@
 """Calls like an earlier one, of which nothing has changed since: launched without the decision made anew.
 
-A host that was busy elsewhere reads the code it runs from memory, not from its caches: what takes 6 us in a loop took 24 there, before the
-first kernel was queued. So what decides is compared, and all bookkeeping is done when everything is queued.
+A host that was busy elsewhere reads what it runs from memory, not from its caches: what takes 8 us in a loop took 24 to 100 there, before
+the first kernel was queued. So this is one function, which compares what decides, and all that can wait is done when everything is queued.
 """
 import weakref
-
-import torch
 
 from ds_zipccl.collectives import streams
 from ds_zipccl.collectives.cost import ZIPPED
@@ -17,48 +15,19 @@ MAX_KNOWN = 4096
 
 
 class Repeat:
-    """A zipped call of one dense tensor to another, on a GPU, of a collective with one capacity class."""
-    __slots__ = ("kind", "state", "_group", "_states", "_index", "_dtypes", "_stream", "_class", "_capacity", "_room", "_flight_key",
-                 "_always")
+    """A zipped call of one dense tensor to another, on a GPU, of a collective with one capacity class. ``states``: of its group."""
+    __slots__ = ("kind", "state", "group", "states", "index", "numel", "dtype", "reduce_op", "root", "stream", "name", "capacity", "room",
+                 "flight_key", "always")
 
     def __init__(self, call: Call, kind: Kind, flight: Flight, states: dict):
-        self.kind, self.state, self._states = kind, kind.state, states
-        self._group, self._index, self._dtypes = weakref.ref(call.group), call.input.get_device(), (call.input.dtype, call.output.dtype)
-        self._flight_key, self._always = flight.key, kind.launch.choice == "always"
-        _, self._stream, (self._room,) = flight.key
-        (op, *rest, _), = kind.classes
-        self._class = op, *rest
-        self._capacity = self.state.capacities[self._class]
-
-    def launch(self, call: Call, reprobe_calls: int) -> Flight | None:
-        """The flight, begun; None: it is to be decided anew, and nothing was done."""
-        data, out, state, kind, capacity = call.input, call.output, self.state, self.kind, self._capacity
-        index = self._index
-        if (call.group is not self._group() or data.get_device() != index or out.get_device() != index
-                or (data.dtype, out.dtype) != self._dtypes or len(self._states) != 1
-                or not data.is_contiguous() or not out.is_contiguous() or streams.is_capturing()
-                or streams.current(data.device) != self._stream
-                or not self._always and (kind.choice is None or getattr(kind.choice, "way", ZIPPED) != ZIPPED)):
-            return None
-        if state.in_flight:
-            state.advance()
-        classes = state.capacities
-        if classes.get(self._class) is not capacity:
-            return None
-        classes[self._class] = classes.pop(self._class)                 # the one used last
-        kind.launch.up_to_date(capacity)
-        if capacity.calls_left_out or capacity.spill_per_tile != self._room:
-            return None
-        workspace = kind.launch.workspace
-        flight = workspace.take_flight(self._flight_key)
-        if flight is None:
-            return None
-        if not self._always and not kind.choice.holds(reprobe_calls):           # the last question: it counts the call
-            workspace.give_flight(self._flight_key, flight)
-            return None
-        flight.begin(call)
-        flight.needs = capacity.launched(),
-        return flight
+        data, out = call.input, call.output
+        self.kind, self.state, self.states, self.group = kind, kind.state, states, weakref.ref(call.group)
+        self.index, self.numel, self.dtype = data.get_device(), out.numel(), out.dtype
+        self.reduce_op, self.root, self.always = call.reduce_op, call.root, kind.launch.choice == "always"
+        self.flight_key, (_, self.stream, (self.room,)) = flight.key, flight.key
+        (*name, _), = kind.classes
+        self.name = tuple(name)
+        self.capacity = self.state.capacities[self.name]
 
 
 class Repeats:
@@ -68,11 +37,39 @@ class Repeats:
         self._known: dict[tuple, Repeat] = {}
         self._reprobe_calls = reprobe_calls
 
-    def launch(self, call: Call) -> tuple[Flight, Kind] | None:
-        """None: it is to be decided anew."""
-        known = self._known.get(_key(call)) if self._known else None
-        flight = known and known.launch(call, self._reprobe_calls)
-        return flight and (flight, known.kind)
+    def launch(self, call: Call) -> tuple[Kind | None, Flight | None]:
+        """(its kind, the flight, begun); without a flight: it goes zipped, and is to be launched as a call of this kind; without a kind:
+        it is to be decided anew. In the order of ``Runtime.run``, since ranks may not find the same here."""
+        data, out = call.input, call.output
+        try:
+            known = self._known.get((call.op, data.numel(), data.dtype, id(call.group)))
+        except AttributeError:                                          # lists
+            return None, None
+        if (known is None or call.group is not known.group() or out.numel() != known.numel or out.dtype is not known.dtype
+                or call.reduce_op is not known.reduce_op or call.root != known.root or call.input_splits or call.output_splits
+                or data.get_device() != known.index or out.get_device() != known.index or len(known.states) != 1
+                or not data.is_contiguous() or not out.is_contiguous() or streams.is_capturing()):
+            return None, None
+        state, kind = known.state, known.kind
+        if state.in_flight:
+            state.advance()
+        if not known.always:
+            choice = kind.choice
+            if choice is None or getattr(choice, "way", ZIPPED) != ZIPPED or not choice.holds(self._reprobe_calls):
+                return None, None
+        classes, capacity, launch = state.capacities, known.capacity, kind.launch
+        if classes.get(known.name) is not capacity or streams.current(data.device) != known.stream:
+            return kind, None
+        classes[known.name] = classes.pop(known.name)                   # the one used last
+        if capacity.overdue() is not None:
+            launch.up_to_date(capacity)
+        if capacity.calls_left_out or capacity.spill_per_tile != known.room:
+            return kind, None
+        flight = launch.workspace.take_flight(known.flight_key)
+        if flight is not None:
+            flight.begin(call)
+            flight.needs = capacity.launched(),
+        return kind, flight
 
     def remember(self, call: Call, kind: Kind, flight: Flight, states: dict) -> None:
         """After such a call was launched. ``states``: of the call's group, by device type."""
@@ -80,15 +77,8 @@ class Repeats:
             return
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        self._known[_key(call)] = Repeat(call, kind, flight, states)
+        self._known[call.op, call.input.numel(), call.input.dtype, id(call.group)] = Repeat(call, kind, flight, states)
 
-    def forget(self, state=None) -> None:
-        """All, or a group's."""
-        self._known = {} if state is None else {key: known for key, known in self._known.items() if known.state is not state}
-
-
-def _key(call: Call) -> tuple | None:
-    data, out = call.input, call.output
-    if not isinstance(data, torch.Tensor) or not isinstance(out, torch.Tensor) or call.input_splits or call.output_splits:
-        return None
-    return call.op, id(call.group), data.numel(), out.numel(), data.dtype, call.reduce_op, call.root
+    def forget(self, state) -> None:
+        """Those of a group that ends."""
+        self._known = {key: known for key, known in self._known.items() if known.state is not state}

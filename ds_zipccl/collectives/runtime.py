@@ -66,10 +66,9 @@ class Runtime:
         ``reason_against()``: why the front finds the call not eligible (None: it is); not asked for calls that went native before. Must be
         called by all ranks of the group in the same order, but for calls that ``native_calls.find`` finds.
         """
-        repeated = self._repeats.launch(call)
-        if repeated is not None:
-            flight, kind = repeated
-            return self._counted(flight, self._launched(flight, kind.state, call.outputs, None, call.op))
+        decided, flight = self._repeats.launch(call)
+        if flight is not None:
+            return self._counted(flight, self._launched(flight, decided.state, call.outputs, None, call.op))
         self.advance(call.group)
         known = self.native_calls.find_any(call)
         if known is not None:
@@ -78,7 +77,7 @@ class Runtime:
             known.add(call.reduce_op, call.root)
             return None
         key = self._key(call)
-        spec, kind = self._specs[call.op], self._known_kind(key, call)
+        spec, kind = self._specs[call.op], decided or self._known_kind(key, call)
         if kind is not None:
             reason, state = None, kind.state
         else:
@@ -90,7 +89,7 @@ class Runtime:
             work = self._run_one_sided(spec, call, state, kind, key)
             if work is not None:
                 return work
-        if reason is None:
+        if reason is None and decided is None:
             reason = self._choose(spec, call, state, kind)
             if reason is ONE_SIDED:
                 work, reason = self._run_one_sided(spec, call, state, kind, key), None

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
@@ -428,39 +429,43 @@ def test_what_a_call_leaves_is_used_again_after_it(gpu, live, op):
 
 @pytest.mark.parametrize("op", ["all_gather_into_tensor", "reduce_scatter_tensor", "broadcast"])
 def test_calls_like_an_earlier_one_are_not_decided_anew(gpu, live, monkeypatch, op):
-    """... and others are."""
-    decisions, choose = [], live._choose
-    monkeypatch.setattr(live, "_choose", lambda *args: (decisions.append(1), choose(*args))[1])
+    """... and others are, or at least looked for among flights."""
+    done, choose, start = [], live._choose, live._start
+    monkeypatch.setattr(live, "_choose", lambda *args: (done.append("decided"), choose(*args))[1])
+    monkeypatch.setattr(live, "_start", lambda *args, **more: (done.append("started"), start(*args, **more))[1])
+    anew = ["decided", "started"]
 
-    def are_decided(*calls, stream=7) -> int:
-        decisions.clear()
+    def run(*calls, stream=7) -> list[str]:
+        done.clear()
         for call in calls:
             gpu.current = stream
             end(gpu, live.run(call), 7)
-        return len(decisions)
+        return done
 
     def call():
         return call_of(op, live.group)
 
-    assert are_decided(call(), call(), call()) == 1
+    assert run(call(), call(), call()) == anew
     assert live.stats.snapshot()[op]["calls_zipped"] == 3
-    assert are_decided(call(), stream=9) == 1
-    assert are_decided(replace(call(), group=Group(gpu))) == 1, "another group of the same name"
+    assert run(call(), stream=9) == ["started"]
+    assert run(replace(call(), group=Group(gpu))) == anew, "another group of the same name"
     live.group = Group(gpu)
-    assert are_decided(call(), call()) == 1
+    assert run(call(), call()) == anew
     twice = call()
     twice = replace(twice, input=torch.select(torch.empty(twice.input.numel(), 2, dtype=torch.bfloat16, device=GPU), 1, 0))
     if op != "broadcast":
         with pytest.raises(RuntimeError, match="cuda"):             # a copy of it
-            are_decided(twice)
-        assert decisions == [1], "strides"
+            run(twice)
+        assert done == ["decided"], "strides"
     (capacity,) = live.state(live.group, GPU).capacities.values()
     capacity.spill_per_tile += 64
-    assert are_decided(call(), call()) == 1, "more room"
+    assert run(call(), call()) == ["started"], "more room"
     capacity.calls_left_out = 1
     live.run(call())
     assert live.stats.snapshot()[op]["native_reasons"] == {"incompressible": 1}
     live.state(live.group, GPU).capacities.clear()
-    assert are_decided(call(), call()) == 1, "a class that was forgotten"
+    assert run(call(), call()) == ["started"], "a class that was forgotten"
+    if op == "reduce_scatter_tensor":
+        assert run(replace(call(), reduce_op=dist.ReduceOp.SUM)) == anew
     live.close(live.group)
     assert not live._repeats._known

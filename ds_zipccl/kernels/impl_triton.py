@@ -13,9 +13,13 @@ from ds_zipccl.errors import FrameError
 from ds_zipccl.kernels.geometry import Geometry
 from zipscape.errors import BuildError, describe
 
-# By level: warps and registers of a thread (None: as many as it takes) of the kernels' programs, for an H200.
-LAUNCHES = {1: {"tiles": (16, 64), "finish": (4, None), "decode": (4, None), "decode_reduce": (1, 96)},
-            2: {"tiles": (32, 64), "finish": (4, None), "decode": (4, None), "decode_reduce": (1, 128)}}
+# By level: warps and registers of a thread (None: as many as it takes) of the kernels' programs, for an H200. A tile is encoded by one
+# program, as many blocks at a time as that has warps: wide ones where there are too few tiles to fill the GPU.
+LAUNCHES = {1: {"tiles": (16, 64), "many_tiles": (4, 64), "finish": (4, None), "decode": (4, 32), "decode_reduce": (1, 104),
+                "decode_reduce2": (4, None)},
+            2: {"tiles": (32, 64), "many_tiles": (4, 80), "finish": (4, None), "decode": (4, None), "decode_reduce": (1, 112),
+                "decode_reduce2": (4, None)}}
+MANY_TILES = 1024
 
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 
@@ -62,8 +66,9 @@ class TritonKernels:
     def __init__(self, launches: dict[int, dict[str, tuple[int, int | None]]] = LAUNCHES):
         from ds_zipccl.kernels import triton_decode, triton_encode, triton_reduce
         from ds_zipccl.kernels.triton_launch import Launcher
-        functions = {"tiles": triton_encode.tiles, "finish": triton_encode.finish, "decode": triton_decode.decode,
-                     "decode_reduce": triton_reduce.decode_reduce}
+        functions = {"tiles": triton_encode.tiles, "many_tiles": triton_encode.tiles, "finish": triton_encode.finish,
+                     "decode": triton_decode.decode, "decode_reduce": triton_reduce.decode_reduce,
+                     "decode_reduce2": triton_reduce.decode_reduce2}
         for function in functions.values():
             # Triton 3.6's key of a kernel depends on those hashed before it in the process: in one order, the cache on disk has it.
             getattr(function, "cache_key", None)
@@ -96,8 +101,8 @@ class TritonKernels:
         counts = torch.empty(rows * g.num_tiles or 1, dtype=torch.int32, device=x.device)
         if g.num_tiles:
             aligned = _is_wide(row_stride * g.itemsize if rows > 1 or skip >= 0 else 0, x)
-            launchers.tiles((g.num_tiles, rows), index, g.dtype_code, (x, frames, counts),
-                            (row_stride, frame_stride, skip, *numbers.tiles, aligned))
+            launch = launchers.many_tiles if g.num_tiles * rows >= MANY_TILES else launchers.tiles
+            launch((g.num_tiles, rows), index, g.dtype_code, (x, frames, counts), (row_stride, frame_stride, skip, *numbers.tiles, aligned))
         launchers.finish((g.num_tiles or 1, rows), index, g.dtype_code, (x, frames, counts, status),
                          (row_stride, frame_stride, skip, g.numel, g.num_tiles, rows, *numbers.finish))
 
@@ -125,7 +130,8 @@ class TritonKernels:
             return None
         if not _is_aligned(frames):
             frames = _aligned_like(frames).copy_(frames)
-        launch = self._launchers[g.level].decode_reduce
+        launchers = self._launchers[g.level]
+        launch = launchers.decode_reduce2 if frames.shape[0] == 2 else launchers.decode_reduce
         launch((launch.programs(g.num_tiles), 1), index, g.dtype_code, (frames, own, out, self._error_word(index)),
                (frames.stride(0), own_index, frames.shape[0], *_numbers_of(g).decode, _is_wide(0, own, out)))
 

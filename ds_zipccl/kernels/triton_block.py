@@ -4,8 +4,6 @@ Tensors of shape [L] hold one number a lane; a program has L threads, so a lane 
 u32 words hold two 16-bit halves. ``DT`` is the dtype code: 1 BF16, 2 FP16, 3 FP32. Exponents and codes of a pair are worked on at bit
 ``at(DT)`` of both halves: in place for 16-bit types, at bit 0 for FP32.
 """
-import inspect
-
 import triton
 import triton.language as tl
 
@@ -14,13 +12,6 @@ from ds_zipccl.kernels.triton_words import add_min_halves, byte_perm, dot_bytes,
 GROUP_TILES = tl.constexpr(256)
 TILE_ELEMS = tl.constexpr(32768)
 BOTH = tl.constexpr(0x00010001)
-
-
-def kernel(function):
-    """A launchable kernel that is compiled once for its constants, not again for other sizes, offsets and alignments; only ``frames`` is
-    known to be aligned to 16 bytes."""
-    parameters = inspect.signature(function).parameters.items()
-    return triton.jit(function, do_not_specialize=[name for name, p in parameters if name != "frames" and p.annotation is not tl.constexpr])
 
 
 @triton.constexpr_function
@@ -298,10 +289,19 @@ def get_code(words, P: tl.constexpr, AT: tl.constexpr):
 
 
 @triton.jit
+def load_if(places, exists, OTHER: tl.constexpr):
+    """``exists``: None for all."""
+    if exists is None:
+        return tl.load(places)
+    else:
+        return tl.load(places, mask=exists, other=OTHER)
+
+
+@triton.jit
 def load_words(section, block, lane, exists):
     """A lane's three words of the codes, or of FP16's extra plane."""
     places = section + block * 96 + lane
-    return tl.load(places, mask=exists, other=0), tl.load(places + 32, mask=exists, other=0), tl.load(places + 64, mask=exists, other=0)
+    return load_if(places, exists, 0), load_if(places + 32, exists, 0), load_if(places + 64, exists, 0)
 
 
 @triton.jit
@@ -326,6 +326,19 @@ def count_before(mask, L: tl.constexpr):
     """Of each lane: escapes in the lanes of its block below it [L]; of each block: its escapes [L // 32]."""
     counts = tl.reshape(popcount(mask), (L // 32, 32))
     return tl.reshape(tl.cumsum(counts, 1) - counts, (L,)), tl.sum(counts, 1)
+
+
+@triton.jit
+def of_other_lane(x, index, L: tl.constexpr):
+    """x of lane ``index`` (modulo 32) of each lane's block."""
+    return tl.reshape(tl.gather(tl.reshape(x, (L // 32, 32)), tl.reshape(index & 31, (L // 32, 32)), 1), (L,))
+
+
+@triton.jit
+def bytes_of_lanes(x, place, L: tl.constexpr):
+    """Bytes place .. place + 3 (below 128) of the 32 words x of each lane's block, as a word."""
+    low, high = of_other_lane(x, place >> 2, L), of_other_lane(x, (place >> 2) + 1, L)
+    return ((high.to(tl.uint64) << 32 | low.to(tl.uint64)) >> ((place & 3) * 8).to(tl.uint64)).to(tl.uint32)
 
 
 # ---- remainders

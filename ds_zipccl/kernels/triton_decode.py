@@ -12,18 +12,10 @@ from ds_zipccl.kernels import triton_block as blk
 from ds_zipccl.kernels import triton_level2 as level2
 from ds_zipccl.kernels import triton_level2_decode as streams
 from ds_zipccl.kernels.triton_block import GROUP_TILES, TILE_ELEMS, u32_at
-from ds_zipccl.kernels.triton_words import popcount, take_byte_if
+from ds_zipccl.kernels.triton_launch import kernel
+from ds_zipccl.kernels.triton_words import begin_in_turn, byte_perm, popcount, shift_add, take_byte_if
 
 BAD_HEADER, BAD_BLOCK_COUNT, BAD_TILE_COUNT, BAD_WINDOW, BAD_SPILL = (tl.constexpr(1 << bit) for bit in range(5))
-
-
-@triton.jit
-def four_bytes(start, place, wanted):
-    """The bytes at places place .. place + 3 from ``start``, which is aligned to 4 bytes, as a word."""
-    words = start.to(tl.pointer_type(tl.uint32)) + (place >> 2)
-    low = tl.load(words, mask=wanted, other=0)
-    high = tl.load(words + 1, mask=wanted, other=0)
-    return ((high.to(tl.uint64) << 32 | low.to(tl.uint64)) >> ((place & 3) * 8).to(tl.uint64)).to(tl.uint32)
 
 
 @triton.jit
@@ -35,7 +27,7 @@ def spill_offset_of(tile, pool_room):
 @triton.jit
 def escape_byte(places, place, wanted):
     """Escape number ``place`` of the tile, wherever it is."""
-    slots, capacity, pool, pool_room, spill_offset = places
+    slots, capacity, pool, pool_room, spill_offset, _ = places
     spilled = spill_offset + (place - capacity)
     valid = wanted & ((place < capacity) | (spilled < pool_room))
     return tl.load(tl.where(place < capacity, slots + place, pool + spilled), mask=valid, other=0).to(tl.uint32)
@@ -68,15 +60,18 @@ def plane_words(planes, block, lane, exists, num_blocks, J: tl.constexpr, PLANE:
     count: tl.constexpr = 3 if DT == 3 else 1
     two = tl.arange(0, 2)[None, :]
     places = planes + (((block * (128 * count) + lane) * 2)[:, None] + two)
-    return tl.split(tl.load(places + (256 * PLANE + 64 * J), mask=block[:, None] + 0 * two < num_blocks, other=0))
+    if L == 32:
+        return tl.split(tl.load(places + (256 * PLANE + 64 * J)))
+    else:
+        return tl.split(tl.load(places + (256 * PLANE + 64 * J), mask=block[:, None] + 0 * two < num_blocks, other=0))
 
 
 @triton.jit
 def load_stored(tile, sections, num_blocks, block, lane, L: tl.constexpr, DT: tl.constexpr, LEVEL: tl.constexpr):
     """What is stored of a block, escapes or its stream excepted: words of the codes, of FP16's extra plane, and of the planes, four
-    quarters of each."""
+    quarters of each. A program of one block has work only if that exists."""
     codes_offset, extra_offset, planes_offset = sections
-    exists = block < num_blocks
+    exists = block < num_blocks if L > 32 else None
     if LEVEL == 2:
         codes = streams.load_codes(tile, codes_offset, block, lane, exists)
     else:
@@ -98,72 +93,95 @@ def load_stored(tile, sections, num_blocks, block, lane, L: tl.constexpr, DT: tl
 
 
 @triton.jit
-def block_heads(tile, num_blocks, block, lane, L: tl.constexpr):
-    """The header of each lane's block, 0 if there is none, and the escapes (or bytes of streams) of the tile's blocks before it [L]."""
-    heads = tl.load(u32_at(tile, 16) + lane, mask=lane < num_blocks, other=0)
-    head = tl.load(u32_at(tile, 16) + block, mask=block < num_blocks, other=0)
-    return head, blk.of_lanes(blk.sum_of_blocks(tl.where(lane < block, heads >> 16, 0), L), L)
+def load_heads(tile, num_blocks, lane):
+    """The header of block number ``lane`` of the tile, 0 if there is none [L]; and the number of the tile's escapes."""
+    return tl.load(u32_at(tile, 16) + lane, mask=lane < num_blocks, other=0), tl.load(u32_at(tile, 0))
 
 
 @triton.jit
-def note_corruption(tile, places, head, earlier, found, num_blocks, block, lane, errors_at, TOP_LO: tl.constexpr, TOP_MODE: tl.constexpr,
+def block_heads(heads, block, lane, L: tl.constexpr):
+    """The header of each lane's block, 0 if there is none, and the escapes (or bytes of streams) of the tile's blocks before it [L]."""
+    return blk.of_lanes(blk.sum_of_blocks(tl.where(lane == block, heads, 0), L), L).to(tl.uint32, bitcast=True), \
+        blk.of_lanes(blk.sum_of_blocks(tl.where(lane < block, heads >> 16, 0), L), L)
+
+
+@triton.jit
+def block_start(heads, slots, capacity, block, lane, L: tl.constexpr):
+    """From the headers of the tile [L], of each lane's block: its header; the escapes (or bytes of streams) before it; the word number
+    ``lane`` of those of its own, and whether they all are in the block's 32 such words, which is the rule."""
+    head, earlier = block_heads(heads, block, lane, L)
+    count = (head >> 16).to(tl.int32)
+    size, end = (earlier & 3) + count, earlier + count
+    near = tl.load(u32_at(slots, 0) + ((earlier >> 2) + lane), mask=(4 * lane < size) & (end <= capacity), other=0)
+    return head, earlier, near, (size <= 128) & (end <= capacity)
+
+
+@triton.jit
+def note_corruption(num, places, head, earlier, found, position, errors_at, TOP_LO: tl.constexpr, TOP_MODE: tl.constexpr,
                     UNIT: tl.constexpr):
-    """``found`` [L]: the escapes (or bytes of the stream) of each lane's block by its codes; spills start at multiples of UNIT."""
-    slots, capacity, pool, pool_room, spill_offset = places
-    num = tl.load(u32_at(tile, 0) + lane * 0)
+    """``num``, ``found`` [L]: the escapes (or bytes of streams) of the tile by its header, and of each lane's block by its codes; spills
+    start at multiples of UNIT."""
+    slots, capacity, pool, pool_room, spill_offset, spills = places
+    num_blocks, block, lane, has_end = position
     lo, mode, count = head & 0xFF, (head >> 8) & 0xFF, (head >> 16).to(tl.int32)
     end = earlier + count                                                    # of the block's escapes
     bad = tl.where(found != count, BAD_BLOCK_COUNT, 0)
     bad |= tl.where((mode > TOP_MODE) | (lo > TOP_LO), BAD_WINDOW, 0)
-    bad |= tl.where((block == num_blocks - 1) & (num.to(tl.int64) != end), BAD_TILE_COUNT, 0)
-    bad |= tl.where((end > capacity) & ((spill_offset + (end - capacity) > pool_room) | (spill_offset % UNIT != 0)), BAD_SPILL, 0)
+    if has_end:
+        bad |= tl.where((block == num_blocks - 1) & (num.to(tl.int64) != end), BAD_TILE_COUNT, 0)
+    if spills:
+        bad |= tl.where((end > capacity) & ((spill_offset + (end - capacity) > pool_room) | (spill_offset % UNIT != 0)), BAD_SPILL, 0)
     tl.atomic_or(errors_at + lane * 0, bad, mask=(block < num_blocks) & (lane == 0) & (bad != 0), sem="relaxed")
 
 
 @triton.jit
-def block_state(tile, places, codes, num_blocks, block, lane, errors_at, L: tl.constexpr, DT: tl.constexpr):
+def block_state(num, start, places, codes, position, errors_at, L: tl.constexpr, DT: tl.constexpr):
     """Notes corruption in the headers. Returns the state of each lane: lo at bit at(DT) of both halves, all ones where the block has zero
-    mode, the mask of its escapes, the number of the tile's escapes before those; and whether any of these blocks is unusual: it has zero
-    mode, or escapes that are not in slots, or more than four in one half of a lane."""
-    head, earlier = block_heads(tile, num_blocks, block, lane, L)
-    mask = tl.where(block < num_blocks, blk.escape_mask(codes), 0)
+    mode, the mask of its escapes, the number of the tile's escapes before those, the first four of both halves if they are near; and
+    whether any of these blocks is unusual: it has zero mode, or escapes that are not near, or more than four in one half of a lane."""
+    num_blocks, block, lane, _ = position
+    head, earlier, near, is_near = start
+    mask = blk.escape_mask(codes)
+    if L > 32:
+        mask = tl.where(block < num_blocks, mask, 0)
     before, found = blk.count_before(mask, L)
-    note_corruption(tile, places, head, earlier, blk.of_lanes(found, L), num_blocks, block, lane, errors_at, blk.top_lo(DT), 1, 1)
+    note_corruption(num, places, head, earlier, blk.of_lanes(found, L), position, errors_at, blk.top_lo(DT), 1, 1)
     place = earlier + before
     lo, mode = head & 0xFF, (head >> 8) & 0xFF
     n0, n1 = popcount(mask & 0xFFFF), popcount(mask >> 16)
-    unusual = (n0 > 4) | (n1 > 4) | (place + n0 + n1 > places[1]) | (mode == 1)
+    unusual = (n0 > 4) | (n1 > 4) | (is_near == 0) | (mode == 1)
     zero_mode = tl.where(mode == 1, 0xFFFFFFFF, 0).to(tl.uint32)
-    return ((lo << blk.at(DT)) * 0x10001, zero_mode, mask, place), tl.max(unusual.to(tl.int32), 0) > 0
+    at = before + (earlier & 3)
+    nears = (blk.bytes_of_lanes(near, at, L), blk.bytes_of_lanes(near, at + n0, L))
+    return ((lo << blk.at(DT)) * 0x10001, zero_mode, mask, place, nears), tl.max(unusual.to(tl.int32), 0) > 0
 
 
 @triton.jit
-def block_state2(tile, places, codes, num_blocks, block, lane, errors_at, L: tl.constexpr):
+def block_state2(num, start, places, codes, position, errors_at, L: tl.constexpr):
     """The same at level 2: the state that streams.decode_quarter takes. Blocks with raw exponents are unusual."""
-    head, earlier = block_heads(tile, num_blocks, block, lane, L)
-    second, rest, queues, raws, length, num_raws = streams.streams_of(places, earlier, codes, L)
-    note_corruption(tile, places, head, earlier, length, num_blocks, block, lane, errors_at, level2.TOP_LO, level2.TOP_MODE, 4)
+    head, earlier, near, is_near = start
+    far = tl.min(is_near.to(tl.int32), 0) == 0
+    second, rest, queues, raws, length, num_raws = streams.streams_of(places, earlier, near, far, codes, L)
+    note_corruption(num, places, head, earlier, length, position, errors_at, level2.TOP_LO, level2.TOP_MODE, 4)
     masks = (level2.zero_fields(codes[0]), level2.zero_fields(codes[1]))
     tables = streams.tables_of(head & 0xFF, (head >> 8) & 0xFF)
     return ((codes[0] | second[0], codes[1] | second[1]), masks, tables, rest, queues, raws), tl.max(num_raws, 0) > 0
 
 
 @triton.jit
-def any_block_state(tile, places, codes, num_blocks, block, lane, errors_at, L: tl.constexpr, DT: tl.constexpr, LEVEL: tl.constexpr):
+def any_block_state(tile, num, start, places, codes, position, errors_at, L: tl.constexpr, DT: tl.constexpr, LEVEL: tl.constexpr):
+    """The state, whether blocks are unusual, and ``places`` (slots, their capacity, the group's sub-pool and its size) with the offset of
+    the tile's spill in it and whether there is one."""
+    slots, capacity, pool, room = places
+    spills, spill_offset = num.to(tl.int64) > capacity, 0
+    if spills:
+        spill_offset = spill_offset_of(tile, room)
+    places = (slots, capacity, pool, room, spill_offset, spills)
     if LEVEL == 2:
-        return block_state2(tile, places, codes, num_blocks, block, lane, errors_at, L)
+        state, unusual = block_state2(num, start, places, codes, position, errors_at, L)
     else:
-        return block_state(tile, places, codes, num_blocks, block, lane, errors_at, L, DT)
-
-
-@triton.jit
-def first_escapes(places, state):
-    """The first four escapes of both halves of lanes whose escapes all lie in slots."""
-    _, _, mask, place = state
-    slots, capacity, _, _, _ = places
-    place1 = place + popcount(mask & 0xFFFF)
-    return four_bytes(slots, place, ((mask & 0xFFFF) != 0) & (place < capacity)), \
-        four_bytes(slots, place1, ((mask >> 16) != 0) & (place1 < capacity))
+        state, unusual = block_state(num, start, places, codes, position, errors_at, L, DT)
+    return state, unusual, places
 
 
 @triton.jit
@@ -179,19 +197,79 @@ def decode_pair(stored, tops, e, mask, q0, q1, P: tl.constexpr, DT: tl.constexpr
 
 
 @triton.jit
+def quarter_escapes(places, mask, place, J: tl.constexpr):
+    """Up to four escapes of both halves of quarter J, wherever they are."""
+    earlier: tl.constexpr = (1 << (4 * J)) - 1
+    return four_escapes(places, place + popcount(mask & earlier), popcount((mask >> (4 * J)) & 0xF)), \
+        four_escapes(places, place + popcount(mask & (0xFFFF | earlier << 16)), popcount((mask >> (4 * J + 16)) & 0xF))
+
+
+@triton.jit
+def add_code(base, words, P: tl.constexpr):
+    """BF16: adds the code of pair P to the exponents in ``base``."""
+    k: tl.constexpr = P % 3
+    bit: tl.constexpr = 3 * (P // 3)
+    if P == 15:
+        return base + blk.get_code(words, P, 7)
+    elif bit <= 6:
+        return shift_add(words[k] & (7 << bit) * 0x10001, 7 - bit, base)
+    else:
+        return shift_add((words[k] >> 5) & (7 << (bit - 5)) * 0x10001, 12 - bit, base)
+
+
+@triton.jit
+def put_escapes(word, mask, q0, q1, P: tl.constexpr):
+    word, q0 = put_escape(word, q0, mask, P, 1)
+    word, q1 = put_escape(word, q1, mask, P + 16, 1)
+    return word, q0, q1
+
+
+@triton.jit
+def decode_quarter_bf16(stored, codes, state, places, q0, q1, unusual, J: tl.constexpr):
+    """decode_quarter for BF16, with fewer instructions: the window's base comes with the remainders, escapes are put into whole words."""
+    lo, zero_mode, mask, place, _ = state
+    x, y = stored[0], stored[1]
+    odd, half = lo & 0x00800080, (lo >> 8) & 0x007F007F
+    odd, half = odd * 0x101, half * 0x101
+    x0, x1 = (x & 0x7F7F7F7F) | odd, (x & 0x80808080) | half
+    y0, y1 = (y & 0x7F7F7F7F) | odd, (y & 0x80808080) | half
+    l0 = add_code(byte_perm(x0, x1, 0x5140), codes, 4 * J)
+    l1 = add_code(byte_perm(x0, x1, 0x7362), codes, 4 * J + 1)
+    l2 = add_code(byte_perm(y0, y1, 0x5140), codes, 4 * J + 2)
+    l3 = add_code(byte_perm(y0, y1, 0x7362), codes, 4 * J + 3)
+    if unusual:
+        l0 = without_zeros(l0, blk.get_code(codes, 4 * J, 7), zero_mode, 1)
+        l1 = without_zeros(l1, blk.get_code(codes, 4 * J + 1, 7), zero_mode, 1)
+        l2 = without_zeros(l2, blk.get_code(codes, 4 * J + 2, 7), zero_mode, 1)
+        l3 = without_zeros(l3, blk.get_code(codes, 4 * J + 3, 7), zero_mode, 1)
+        q0, q1 = quarter_escapes(places, mask, place, J)
+    l0, q0, q1 = put_escapes(l0, mask, q0, q1, 4 * J)
+    l1, q0, q1 = put_escapes(l1, mask, q0, q1, 4 * J + 1)
+    l2, q0, q1 = put_escapes(l2, mask, q0, q1, 4 * J + 2)
+    l3, q0, q1 = put_escapes(l3, mask, q0, q1, 4 * J + 3)
+    return (l0, l0, l1, l1, l2, l2, l3, l3), q0, q1
+
+
+@triton.jit
 def decode_quarter(stored, codes, tops, state, places, q0, q1, unusual, J: tl.constexpr, DT: tl.constexpr):
     """The words (low, high) of the lane's 8 elements of quarter J, and the escapes left in q0 and q1. If ``unusual`` (a number or a
     constant; see block_state), q0 and q1 are not used but found for each quarter, and blocks may have zero mode."""
-    lo, zero_mode, mask, place = state
+    if DT == 1:
+        return decode_quarter_bf16(stored, codes, state, places, q0, q1, unusual, J)
+    else:
+        return decode_any_quarter(stored, codes, tops, state, places, q0, q1, unusual, J, DT)
+
+
+@triton.jit
+def decode_any_quarter(stored, codes, tops, state, places, q0, q1, unusual, J: tl.constexpr, DT: tl.constexpr):
+    lo, zero_mode, mask, place, _ = state
     c0, c1 = blk.get_code(codes, 4 * J, blk.at(DT)), blk.get_code(codes, 4 * J + 1, blk.at(DT))
     c2, c3 = blk.get_code(codes, 4 * J + 2, blk.at(DT)), blk.get_code(codes, 4 * J + 3, blk.at(DT))
     e0, e1, e2, e3 = c0 + lo, c1 + lo, c2 + lo, c3 + lo
     if unusual:
         e0, e1 = without_zeros(e0, c0, zero_mode, DT), without_zeros(e1, c1, zero_mode, DT)
         e2, e3 = without_zeros(e2, c2, zero_mode, DT), without_zeros(e3, c3, zero_mode, DT)
-        earlier: tl.constexpr = (1 << (4 * J)) - 1
-        q0 = four_escapes(places, place + popcount(mask & earlier), popcount((mask >> (4 * J)) & 0xF))
-        q1 = four_escapes(places, place + popcount(mask & (0xFFFF | earlier << 16)), popcount((mask >> (4 * J + 16)) & 0xF))
+        q0, q1 = quarter_escapes(places, mask, place, J)
     l0, h0, q0, q1 = decode_pair(stored, tops, e0, mask, q0, q1, 4 * J, DT)
     l1, h1, q0, q1 = decode_pair(stored, tops, e1, mask, q0, q1, 4 * J + 1, DT)
     l2, h2, q0, q1 = decode_pair(stored, tops, e2, mask, q0, q1, 4 * J + 2, DT)
@@ -221,13 +299,13 @@ def decode_and_store(target, tile_elems, wide, loaded, state, places, block, lan
             x, state = streams.decode_quarter(stored[j], state, places, UNUSUAL, j)
             blk.store_quarter(target, block, lane, tile_elems, wide, x, j, L, DT)
     else:
-        q0, q1 = first_escapes(places, state)
+        q0, q1 = state[4]
         for j in tl.static_range(4):
             x, q0, q1 = decode_quarter(stored[j], codes, tops, state, places, q0, q1, UNUSUAL, j, DT)
             blk.store_quarter(target, block, lane, tile_elems, wide, x, j, L, DT)
 
 
-@blk.kernel
+@kernel
 def decode(frames, out, errors_at, row_stride: tl.int64, frame_stride: tl.int64, skip: tl.int32, numel: tl.int64, num_tiles: tl.int32,
            tiles_offset: tl.int32, tile_bytes: tl.int32, last_blocks: tl.int32, escapes_offset: tl.int32, capacity: tl.int32,
            codes_offset: tl.int32, extra_offset: tl.int32, planes_offset: tl.int32, last_escapes_offset: tl.int32,
@@ -235,6 +313,7 @@ def decode(frames, out, errors_at, row_stride: tl.int64, frame_stride: tl.int64,
            pools_offset: tl.int64, pool_bytes: tl.int32, last_pool_bytes: tl.int32, h0: tl.int32, h1: tl.int32, h2: tl.int32, h3: tl.int32,
            h4: tl.int32, aligned: tl.int32, L: tl.constexpr, DT: tl.constexpr, LEVEL: tl.constexpr):
     """Grid (tiles * 32 / (L / 32), or 1, rows without the skipped one). aligned: rows of out start on 16-byte addresses."""
+    begin_in_turn()
     per_tile: tl.constexpr = 1024 // L
     t, part, row = tl.program_id(0) // per_tile, tl.program_id(0) % per_tile, tl.program_id(1)
     row += ((skip >= 0) & (row >= skip)).to(tl.int32)
@@ -248,14 +327,17 @@ def decode(frames, out, errors_at, row_stride: tl.int64, frame_stride: tl.int64,
         first_of_pool = frame + (pools_offset + (t // GROUP_TILES).to(tl.int64) * pool_bytes)
         room = tl.where(t // GROUP_TILES == (num_tiles - 1) // GROUP_TILES, last_pool_bytes, pool_bytes)
         places = (tl.multiple_of(tile + tl.where(last, last_escapes_offset, escapes_offset), 4), tl.where(last, last_capacity, capacity),
-                  first_of_pool, room, spill_offset_of(tile, room))
+                  first_of_pool, room)
         sections = (tl.multiple_of(tl.where(last, last_codes_offset, codes_offset), 128),
                     tl.multiple_of(tl.where(last, last_extra_offset, extra_offset), 128),
                     tl.multiple_of(tl.where(last, last_planes_offset, planes_offset), 128))
         lanes = tl.arange(0, L)
         block, lane = part * (L // 32) + lanes // 32, lanes % 32
+        position = (num_blocks, block, lane, (part + 1) * (L // 32) >= num_blocks)
+        heads, num = load_heads(tile, num_blocks, lane)
         loaded = load_stored(tile, sections, num_blocks, block, lane, L, DT, LEVEL)
-        state, unusual = any_block_state(tile, places, loaded[0], num_blocks, block, lane, errors_at, L, DT, LEVEL)
+        start = block_start(heads, places[0], places[1], block, lane, L)
+        state, unusual, places = any_block_state(tile, num, start, places, loaded[0], position, errors_at, L, DT, LEVEL)
         tile_elems = tl.minimum(numel - t.to(tl.int64) * TILE_ELEMS, TILE_ELEMS).to(tl.int32)
         target = tl.multiple_of(out + (row.to(tl.int64) * row_stride + t.to(tl.int64) * TILE_ELEMS), 16)
         wide = (aligned != 0) & (tile_elems >= (part + 1) * (32 * L))

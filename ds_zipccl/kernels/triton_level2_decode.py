@@ -2,6 +2,7 @@
 import triton
 import triton.language as tl
 
+from ds_zipccl.kernels import triton_block as blk
 from ds_zipccl.kernels import triton_level2 as level2
 from ds_zipccl.kernels.triton_block import u32_at
 from ds_zipccl.kernels.triton_level2 import EVERY_BYTE, ZERO_FIRST, ZERO_SECOND
@@ -12,13 +13,13 @@ from ds_zipccl.kernels.triton_words import byte_perm, look_up, popcount
 def load_codes(tile, codes_offset, block, lane, exists):
     """The two words of first codes. Blocks that do not exist have neither streams nor an error: all are first codes."""
     places = u32_at(tile, codes_offset) + block * 64 + lane
-    return tl.load(places, mask=exists, other=0x55555555), tl.load(places + 32, mask=exists, other=0x55555555)
+    return blk.load_if(places, exists, 0x55555555), blk.load_if(places + 32, exists, 0x55555555)
 
 
 @triton.jit
 def stream_word(places, index, wanted):
     """Word ``index`` of a tile's streams, wherever it is; 0 if it is nowhere."""
-    slots, capacity, pool, pool_room, spill_offset = places
+    slots, capacity, pool, pool_room, spill_offset, _ = places
     room = capacity >> 2
     spilled = (spill_offset >> 2) + (index - room)
     valid = wanted & ((index < room) | (spilled < (pool_room >> 2)))
@@ -26,14 +27,21 @@ def stream_word(places, index, wanted):
 
 
 @triton.jit
-def stream_bits(places, bit, wanted):
-    """64 bits of a tile's streams from bit ``bit`` on; those of a lane with nothing ``wanted`` (in bits) are 0."""
-    index, by = bit >> 5, (bit & 31).to(tl.uint64)
-    last = (bit & 31) + wanted
-    w0 = stream_word(places, index, wanted > 0).to(tl.uint64)
-    w1 = stream_word(places, index + 1, last > 32).to(tl.uint64)
-    w2 = stream_word(places, index + 2, last > 64).to(tl.uint64)
-    return (w0 | w1 << 32) >> by | (w2 << (63 - by)) << 1
+def stream_bits(places, start, near, far, bit, wanted, L: tl.constexpr):
+    """64 bits of each lane's block's stream from bit ``bit`` on, at least those ``wanted`` (a number). ``start``: the byte of the tile's
+    streams where it begins; ``near``: word number lane of it; ``far``: some of these streams are longer than that, or spill."""
+    by = (bit & 31).to(tl.uint64)
+    if far:
+        index, last = (8 * start + bit) >> 5, (bit & 31) + wanted
+        w0 = stream_word(places, index, wanted > 0)
+        w1 = stream_word(places, index + 1, last > 32)
+        w2 = stream_word(places, index + 2, last > 64)
+    else:
+        index = bit >> 5
+        w0 = blk.of_other_lane(near, index, L)
+        w1 = blk.of_other_lane(near, index + 1, L)
+        w2 = blk.of_other_lane(near, index + 2, L)
+    return (w0.to(tl.uint64) | w1.to(tl.uint64) << 32) >> by | (w2.to(tl.uint64) << (63 - by)) << 1
 
 
 @triton.jit
@@ -46,7 +54,7 @@ def raws_of(queue, count):
 
 
 @triton.jit
-def streams_of(places, start, codes, L: tl.constexpr):
+def streams_of(places, start, near, far, codes, L: tl.constexpr):
     """What is in each lane's block's stream, which begins at byte ``start``: the second codes of both words, the combined mask of elements
     without codes, four queues of nibbles, the places of their raw exponents in bytes; then the bytes that the stream must have [L], and
     each lane's number of raw exponents."""
@@ -55,7 +63,7 @@ def streams_of(places, start, codes, L: tl.constexpr):
     bits0, bits1 = level2.bits_up_to(m0), level2.bits_up_to(m1)
     num_bits = ((bits0 >> 24) + (bits1 >> 24)).to(tl.int32)
     before, all_bits = level2.before_and_sum(num_bits, L)
-    stored = stream_bits(places, 8 * start + before, num_bits)
+    stored = stream_bits(places, start, near, far, before, num_bits, L)
     s0 = level2.expand_word(stored.to(tl.uint32), m0, bits0)
     s1 = level2.expand_word((stored >> (bits0 >> 24).to(tl.uint64)).to(tl.uint32), m1, bits1)
     rest = (m0 & level2.zero_fields(s0)) | (m1 & level2.zero_fields(s1)) << 1
@@ -63,15 +71,15 @@ def streams_of(places, start, codes, L: tl.constexpr):
     num_nibbles = popcount(rest)
     before, all_nibbles = level2.before_and_sum(num_nibbles, L)
     num_second = all_bits >> 1
-    bit = 8 * start + 4 * (level2.first_nibble(num_second) + before)
+    bit = 4 * (level2.first_nibble(num_second) + before)
     c1, c2, c3 = level2.queue_counts(rest)
     if tl.max(num_nibbles, 0) > 16:
-        q0 = stream_bits(places, bit, 4 * c1).to(tl.uint32)
-        q1 = stream_bits(places, bit + 4 * c1, 4 * (c2 - c1)).to(tl.uint32)
-        q2 = stream_bits(places, bit + 4 * c2, 4 * (c3 - c2)).to(tl.uint32)
-        q3 = stream_bits(places, bit + 4 * c3, 4 * (num_nibbles - c3)).to(tl.uint32)
+        q0 = stream_bits(places, start, near, far, bit, 4 * c1, L).to(tl.uint32)
+        q1 = stream_bits(places, start, near, far, bit + 4 * c1, 4 * (c2 - c1), L).to(tl.uint32)
+        q2 = stream_bits(places, start, near, far, bit + 4 * c2, 4 * (c3 - c2), L).to(tl.uint32)
+        q3 = stream_bits(places, start, near, far, bit + 4 * c3, 4 * (num_nibbles - c3), L).to(tl.uint32)
     else:
-        nibbles = stream_bits(places, bit, 4 * num_nibbles)
+        nibbles = stream_bits(places, start, near, far, bit, 4 * num_nibbles, L)
         q0, q1 = nibbles.to(tl.uint32), (nibbles >> (4 * c1).to(tl.uint64)).to(tl.uint32)
         q2 = (nibbles >> (4 * tl.minimum(c2, 15)).to(tl.uint64)).to(tl.uint32)
         q3 = (nibbles >> (4 * tl.minimum(c3, 15)).to(tl.uint64)).to(tl.uint32)

@@ -19,6 +19,23 @@ PTX = tl.constexpr(_instructions())
 
 
 @triton.jit
+def begin_in_turn():
+    """Lets the next kernel's programs start while this one runs, as far as there is room, and waits for the end of the kernel before it:
+    first in every kernel of ours, before any access to memory (csrc/common/device.cuh). The launch has to allow it."""
+    if PTX >= 90:
+        tl.inline_asm_elementwise("griddepcontrol.launch_dependents; griddepcontrol.wait; // $0", "=r", [], tl.int32, False, 1)
+
+
+@triton.jit
+def ask_l2(start, SIZE: tl.constexpr):
+    """Asks L2 for SIZE bytes from the pointer ``start`` on, both multiples of 16: a hint, which may come before begin_in_turn."""
+    if PTX >= 90:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; "
+            "mov.b32 $0, 0; }", "=r,l,r", [start.to(tl.int64), SIZE], tl.int32, False, 1)
+
+
+@triton.jit
 def _digit(a, b, DIGIT: tl.constexpr):
     if DIGIT < 4:
         return (a >> (8 * DIGIT)) & 0xFF
@@ -61,6 +78,15 @@ def byte_perm_if(mask, BIT: tl.constexpr, a, b, SELECTOR: tl.constexpr):
             "=&r,r,r,r,r,r", [mask, tl.full((1,), 1 << BIT, tl.uint32), a, b, SELECTOR], tl.uint32, True, 1)
     else:
         return tl.where(((mask >> BIT) & 1) != 0, byte_perm(a, b, SELECTOR), a)
+
+
+@triton.jit
+def shift_add(a, BY: tl.constexpr, b):
+    """(a << BY) + b, by the multiplier: the units for shifts and logic are the busy ones."""
+    if PTX >= 80:
+        return tl.inline_asm_elementwise("mad.lo.u32 $0, $1, $2, $3;", "=r,r,n,r", [a, 1 << BY, b], tl.uint32, True, 1)
+    else:
+        return (a << BY) + b
 
 
 @triton.jit
@@ -137,7 +163,12 @@ def round_halves(low, high, DT: tl.constexpr):
             word = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], tl.uint32, True, 1)
         else:
             word = tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], tl.uint32, True, 1)
-        nan = (((word & 0x7FFF7FFF) + 0x00010001) >> 15) & 0x00010001             # the conversion gives 0x7fff
-        return (word ^ nan * (0x003F if DT == 1 else 0x01FF))
+        # The conversion makes NaNs 0x7fff, the largest signed number.
+        if PTX >= 90:
+            quiet: tl.constexpr = 0x7FC07FC0 if DT == 1 else 0x7E007E00
+            return tl.inline_asm_elementwise("min.s16x2 $0, $1, $2;", "=r,r,r", [word, quiet], tl.uint32, True, 1)
+        else:
+            nan = (((word & 0x7FFF7FFF) + 0x00010001) >> 15) & 0x00010001
+            return word ^ nan * (0x003F if DT == 1 else 0x01FF)
     else:
         return _rounded(low, DT) | _rounded(high, DT) << 16

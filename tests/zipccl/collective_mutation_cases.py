@@ -10,7 +10,7 @@ from ds_zipccl.collectives.registry import specs
 from ds_zipccl.collectives.words import Words
 from ds_zipccl.collectives.work import DoneWork
 from tests.helpers.bits import assert_same_bits, random_bits
-from tests.zipccl.collective_helpers import begin, finite, runtime, spoiled
+from tests.zipccl.collective_helpers import begin, finite, payloads_by_torch, runtime, spoiled
 from zipscape.errors import ZipScapeError
 
 ROW = 5000
@@ -147,7 +147,7 @@ def _forget_what_was_needed(live) -> None:
 
 
 def case_mutations_of_the_transport_are_noticed(rank, world):
-    with runtime() as live:
+    with payloads_by_torch(), runtime() as live:
         for op, spec in specs(internal=True).items():
             for noisy in (False, True):
                 before = live.stats.snapshot().get(op, {}).get("overflows", 0)

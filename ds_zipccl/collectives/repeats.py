@@ -15,19 +15,22 @@ MAX_KNOWN = 4096
 
 
 class Repeat:
-    """A zipped call of one dense tensor to another, on a GPU, of a collective with one capacity class. ``states``: of its group."""
-    __slots__ = ("kind", "state", "group", "states", "index", "numel", "dtype", "reduce_op", "root", "stream", "name", "capacity", "room",
-                 "flight_key", "always")
+    """A zipped call of one dense tensor to another, on a GPU. ``states``: of its group. ``capacity``: None: of a collective that has more
+    than one class, or other things to do before its launch."""
+    __slots__ = ("kind", "state", "group", "states", "index", "numel", "dtype", "reduce_op", "root", "always", "shapes", "name", "capacity",
+                 "stream", "room", "flight_key")
 
     def __init__(self, call: Call, kind: Kind, flight: Flight, states: dict):
         data, out = call.input, call.output
         self.kind, self.state, self.states, self.group = kind, kind.state, states, weakref.ref(call.group)
         self.index, self.numel, self.dtype = data.get_device(), out.numel(), out.dtype
         self.reduce_op, self.root, self.always = call.reduce_op, call.root, kind.launch.choice == "always"
-        self.flight_key, (_, self.stream, (self.room,)) = flight.key, flight.key
-        (*name, _), = kind.classes
-        self.name = tuple(name)
-        self.capacity = self.state.capacities[self.name]
+        self.shapes, self.capacity = kind.shapes, None
+        if not flight.two_phases and not kind.spec.pairwise:
+            self.flight_key, (_, self.stream, (self.room,)) = flight.key, flight.key
+            (*name, _), = kind.classes
+            self.name = tuple(name)
+            self.capacity = self.state.capacities[self.name]
 
 
 class Repeats:
@@ -48,7 +51,8 @@ class Repeats:
         if (known is None or call.group is not known.group() or out.numel() != known.numel or out.dtype is not known.dtype
                 or call.reduce_op is not known.reduce_op or call.root != known.root or call.input_splits or call.output_splits
                 or data.get_device() != known.index or out.get_device() != known.index or len(known.states) != 1
-                or not data.is_contiguous() or not out.is_contiguous() or streams.is_capturing()):
+                or not data.is_contiguous() or not out.is_contiguous() or streams.is_capturing()
+                or known.shapes is not None and known.shapes != (out.shape, data.shape)):
             return None, None
         state, kind = known.state, known.kind
         if state.in_flight:
@@ -58,6 +62,8 @@ class Repeats:
             if choice is None or getattr(choice, "way", ZIPPED) != ZIPPED or not choice.holds(self._reprobe_calls):
                 return None, None
         classes, capacity, launch = state.capacities, known.capacity, kind.launch
+        if capacity is None:
+            return kind, None
         if classes.get(known.name) is not capacity or streams.current(data.device) != known.stream:
             return kind, None
         classes[known.name] = classes.pop(known.name)                   # the one used last
@@ -73,7 +79,7 @@ class Repeats:
 
     def remember(self, call: Call, kind: Kind, flight: Flight, states: dict) -> None:
         """After such a call was launched. ``states``: of the call's group, by device type."""
-        if not kind.on_gpu or flight.recipe is None or flight.key is None or flight.two_phases or kind.spec.pairwise:
+        if not kind.on_gpu or flight.key is None or isinstance(call.input, tuple) or isinstance(call.output, tuple):
             return
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()

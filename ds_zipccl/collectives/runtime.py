@@ -70,13 +70,13 @@ class Runtime:
         if flight is not None:
             return self._counted(flight, self._launched(flight, decided.state, call.outputs, None, call.op))
         self.advance(call.group)
-        known = self.native_calls.find_any(call)
+        known = self.native_calls.find_any(call) if decided is None else None
         if known is not None:
             self.before_native(call.group, call.device)
             self._show(call.group)
             known.add(call.reduce_op, call.root)
             return None
-        key = self._key(call)
+        key = self._key(call) if decided is None else None
         spec, kind = self._specs[call.op], decided or self._known_kind(key, call)
         if kind is not None:
             reason, state = None, kind.state

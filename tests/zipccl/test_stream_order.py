@@ -469,3 +469,21 @@ def test_calls_like_an_earlier_one_are_not_decided_anew(gpu, live, monkeypatch, 
         assert run(replace(call(), reduce_op=dist.ReduceOp.SUM)) == anew
     live.close(live.group)
     assert not live._repeats._known
+
+
+@pytest.mark.parametrize("op", ["all_to_all_single", "all_reduce"])
+def test_what_others_do_before_their_launch_is_done_anew(gpu, live, monkeypatch, op):
+    done, choose, start = [], live._choose, live._start
+    monkeypatch.setattr(live, "_choose", lambda *args: (done.append("decided"), choose(*args))[1])
+    monkeypatch.setattr(live, "_start", lambda *args, **more: (done.append("started"), start(*args, **more))[1])
+    for _ in range(3):
+        end(gpu, begin(gpu, live, op, 7), 7)
+    assert done == ["decided", "started", "started", "started"]
+    done.clear()
+    call = call_of(op, live.group)
+    shaped = call.input.view(2, -1)
+    end(gpu, live.run(replace(call, input=shaped, output=shaped if op == "all_reduce" else call.output.view(2, -1))), 7)
+    assert done == (["started"] if op == "all_reduce" else ["decided", "started"])
+    lists = call_of("all_to_all", live.group)
+    end(gpu, live.run(lists), 7)
+    assert live.stats.snapshot()["all_to_all"]["calls_zipped"] == 1

@@ -91,6 +91,17 @@ class StandIn:
     abort = close
 
 
+class OnGpu:
+    """A call as if its tensors were on a GPU."""
+    device = torch.device("cuda")
+
+    def __init__(self, call):
+        self._call = call
+
+    def __getattr__(self, name):
+        return getattr(self._call, name)
+
+
 SMALL, MIDDLE, LARGE = 1 << 16, 1 << 18, 1 << 20           # probed, in bytes of the whole tensor
 SLOW = 1e6
 
@@ -110,7 +121,7 @@ def stand_ins(why_not=None, spoil=lambda out: None):
     if not ONE_SIDED:
         one_sided.OneSided.open = open_
         one_sided.reason_by_kind = lambda config, kernels, name, call: by_kind(
-            config, "cuda", name, SimpleNamespace(**{**vars(call), "device": torch.device("cuda"), "world_size": call.world_size}))
+            config, "cuda", name, OnGpu(call))
     try:
         yield opened
     finally:

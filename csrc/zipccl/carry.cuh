@@ -16,13 +16,14 @@ namespace zipscape {
 constexpr u32 kCarryWarps = 4;
 constexpr u32 kMaxFrames = 5;                              // of a message: as many as kernels take arguments for
 constexpr u32 kMaxPieces = 4096 + kMaxFrames;
-constexpr u32 kPieceWords = 4104;                          // of a lane and rank: kMaxPieces, aligned
-constexpr u64 kPiecesBytes = (u64)kNumLanes * kMaxRanks * kPieceWords * sizeof(u64);
+constexpr u32 kPieceWords = 4112;                          // of a lane and rank
+static_assert(kMaxPieces <= kPieceWords, "a word for each");
 
-// Behind the words of whole messages.
-__device__ __host__ __forceinline__ u64* piece_word(u8* memory, u32 lane, u32 from, u32 piece) {
-    return (u64*)(memory + kWordsBytes) + (lane * kMaxRanks + from) * kPieceWords + piece;
+// Behind the words of whole messages. symmetric_plan.py repeats it.
+__device__ __forceinline__ u64* piece_word(const Turn& t, u32 of, u32 lane, u32 from, u32 piece) {
+    return (u64*)(t.memory[of] + kWordsBytes) + (lane * t.num_ranks + from) * kPieceWords + piece;
 }
+inline i64 words_bytes(i64 num_ranks) { return kWordsBytes + kNumLanes * num_ranks * kPieceWords * (i64)sizeof(u64); }
 
 struct OwnCopy {
     u8* to;
@@ -113,7 +114,7 @@ __device__ __forceinline__ void send_piece(const Carried& m, u32 piece, u32 peer
     __syncthreads();
     if (threadIdx.x) return;
     fence_all();                                           // what the others of the CTA wrote, too
-    store_release(piece_word(t.memory[peer], t.sent_lane, t.rank, piece), t.sent);
+    store_release(piece_word(t, peer, t.sent_lane, t.rank, piece), t.sent);
 }
 
 // Piece by piece, in turns to all peers. Who has time takes the next one: it is enough that one of the senders runs.
@@ -132,7 +133,7 @@ __device__ __forceinline__ void send_pieces(const Carried& m) {
 }
 
 __device__ __forceinline__ void await_piece(const Turn& t, u32 from, u32 piece) {
-    wait_until(t, piece_word(t.memory[t.rank], t.wanted_lane, from, piece), t.wanted);
+    wait_until(t, piece_word(t, t.rank, t.wanted_lane, from, piece), t.wanted);
 }
 
 struct CarriedFrames {

@@ -204,7 +204,7 @@ int step(Engine* e, bool* more) {
 extern "C" {
 
 // Bytes at the start of a rank's symmetric memory that hold its words, zeroed before peers learn of the memory.
-i64 zipccl_symmetric_words_bytes() { return kWordsBytes + kPiecesBytes; }
+i64 zipccl_symmetric_words_bytes(i64 num_ranks) { return words_bytes(num_ranks); }
 // Bytes of scratch, and of host memory that kernels count overflowed frames in, a u32 for each lane and peer; both zeroed.
 i64 zipccl_symmetric_scratch_bytes() { return ((1 + kNumLanes) * kMaxRanks + 1 + kNumLanes) * sizeof(u32); }
 i64 zipccl_symmetric_overflows_bytes() { return kNumLanes * kMaxRanks * sizeof(u32); }
@@ -221,7 +221,7 @@ int zipccl_symmetric_open(i64 rank, i64 num_ranks, void* const* memory, i64 num_
     memcpy(t.memory, memory, num_ranks * sizeof *memory);
     t.raw = (u32*)scratch, t.errors = (u32*)errors;
     e->counters = t.raw + kMaxRanks, e->overflows = (u32*)overflows, e->encode = encode;
-    e->ring.first = zipccl_symmetric_words_bytes(), e->ring.room = (num_bytes - e->ring.first) / kRegionAlign * kRegionAlign;
+    e->ring.first = words_bytes(num_ranks), e->ring.room = (num_bytes - e->ring.first) / kRegionAlign * kRegionAlign;
     for (u32 i = 0; i < kNumStreams; i++) ZIPCCL_TRY(make(e->streams + i, i != kOwn));
     ZIPCCL_TRY(make(&e->made));
     ZIPCCL_TRY(make(&e->step));

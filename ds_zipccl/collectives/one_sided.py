@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.codec.format import DEFAULT_SPILL_PER_TILE
-from ds_zipccl.collectives import symmetric, views
+from ds_zipccl.collectives import symmetric, symmetric_plan, views
 from ds_zipccl.collectives.pairs import reason_for_raw
 from ds_zipccl.collectives.registry import Call, CollectiveSpec
 from ds_zipccl.collectives.transport import group_timeout
@@ -17,7 +17,6 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.stats import Stats
 
 log = logging.getLogger("ds_zipccl")
-WORDS_BYTES = 1 << 23       # of the memory, at most, are not for messages
 _COUNT = itertools.count()          # torch knows memory by names that are used once in a process
 #: Why a call that could go one-sided goes over its process group, beside symmetric.why_not's reasons.
 REASONS = {
@@ -113,8 +112,8 @@ def memory_bytes(config: ZipcclConfig) -> int:
 
 def ranges_of_row(config: ZipcclConfig, dtype: torch.dtype, numel: int, world_size: int) -> list[tuple[int, int]]:
     """From where to where frames of a row are made that may be sent one-sided: a message each (``symmetric.plan``)."""
-    cut = None if config.transport == "process_group" else symmetric.plan(
-        dtype, numel, world_size, True, DEFAULT_SPILL_PER_TILE, memory_bytes(config) - WORDS_BYTES)
+    cut = None if config.transport == "process_group" else symmetric_plan.plan(
+        dtype, numel, world_size, True, DEFAULT_SPILL_PER_TILE, memory_bytes(config) - symmetric_plan.words_bytes(world_size))
     starts = (0,) if cut is None else cut.starts
     return list(zip(starts, (*starts[1:], numel), strict=True))
 

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from ds_zipccl.codec.format import DEFAULT_SPILL_PER_TILE
 from ds_zipccl.collectives import streams
-from ds_zipccl.collectives.symmetric_plan import FIRST_PART_BYTES, LAST_PART_BYTES, Plan, Row, in_turn, plan, plan_of_rows
+from ds_zipccl.collectives.symmetric_plan import FIRST_PART_BYTES, LAST_PART_BYTES, Plan, Row, in_turn, plan, plan_of_rows, words_bytes
 from ds_zipccl.kernels.geometry import Geometry
 from ds_zipccl.kernels.symmetric_calls import Exchange, Place
 from zipscape.errors import ZipScapeError
@@ -254,11 +254,10 @@ def reserve(device: torch.device, num_bytes: int) -> torch.Tensor:
     """Memory for ``open_transport``: of this rank, which peers will see. Raises RuntimeError if there is none."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    from ds_zipccl.kernels import symmetric_calls
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")         # torch would set it up, and nothing here uses it
     with torch.cuda.device(device):
         memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
-        memory[:symmetric_calls.load().words_bytes].zero_()
+        memory[:words_bytes(MAX_RANKS)].zero_()
         torch.cuda.synchronize(device)                     # peers may write as soon as they know the address
     return memory
 
@@ -295,4 +294,4 @@ def open_transport(group: dist.ProcessGroup, device: torch.device, memory: torch
         engine = calls.open(group.rank(), addresses, memory.numel(), scratch.data_ptr(), overflows.data_ptr(),
                             kernels.error_word(device.index), int(timeout.total_seconds() * 1e9), kernels.c_encode())
         return SymmetricTransport(engine, functools.partial(kernels.workspace, device.index), group.rank(), device, group.size(),
-                                  memory.numel() - calls.words_bytes, overflows, (memory, handle, scratch, ranks))
+                                  memory.numel() - words_bytes(group.size()), overflows, (memory, handle, scratch, ranks))

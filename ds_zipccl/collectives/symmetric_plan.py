@@ -17,6 +17,11 @@ NUM_IN_RING = 8             # messages of a call that have room: some on their w
 FIRST_PART_BYTES, LAST_PART_BYTES = 16 << 20, 64 << 20     # raw bytes of a row in the smallest and largest parts of a large call
 
 
+def words_bytes(world_size: int) -> int:
+    """Of the memory, before the room for messages (csrc/zipccl/carry.cuh, which a test compares)."""
+    return (1 << 14) + 3 * 4112 * 8 * world_size
+
+
 def align(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 

@@ -58,7 +58,9 @@ class SymmetricCalls:
             function = getattr(library, f"zipccl_symmetric_{name}")
             function.argtypes, function.restype = arguments, result
             setattr(self, f"_{name}", function)
-        for name in ("words_bytes", "scratch_bytes", "overflows_bytes", "max_ranks"):
+        self.words_bytes = library.zipccl_symmetric_words_bytes            # of so many ranks
+        self.words_bytes.argtypes, self.words_bytes.restype = [_I], _I
+        for name in ("scratch_bytes", "overflows_bytes", "max_ranks"):
             function = getattr(library, f"zipccl_symmetric_{name}")
             function.argtypes, function.restype = [], _I
             setattr(self, name, function())
@@ -67,9 +69,9 @@ class SymmetricCalls:
     def open(self, rank: int, memory: list[int], num_bytes: int, scratch: int, overflows: int, errors: int, timeout_ns: int,
              encode) -> "Engine":
         """``memory``: addresses of all ranks' symmetric memory, of ``num_bytes``, as this rank sees them; zeros in its first
-        ``words_bytes``. ``scratch``: ``scratch_bytes`` zeros of this rank's. ``overflows``: ``overflows_bytes`` zeros of host memory that
-        the GPU can write, u32s whose sum is how many frames were sent raw. ``errors``: the word for what decode finds. ``encode``: the C
-        function zipccl_cuda_encode."""
+        ``words_bytes(num_ranks)``. ``scratch``: ``scratch_bytes`` zeros of this rank's. ``overflows``: ``overflows_bytes`` zeros of host
+        memory that the GPU can write, u32s whose sum is how many frames were sent raw. ``errors``: the word for what decode finds.
+        ``encode``: the C function zipccl_cuda_encode."""
         handle = _P()
         addresses = (_P * len(memory))(*memory)
         _check(self._open(rank, len(memory), addresses, num_bytes, scratch, overflows, errors, timeout_ns,

@@ -8,6 +8,7 @@ from torch import nn
 
 from ds_zipccl.backend import zero3_params
 from ds_zipccl.collectives import one_sided
+from ds_zipccl.collectives.symmetric_plan import words_bytes
 from tests.train.zero3_cache_cases import Eventful, shared_folder
 from tests.train.zero3_cache_helpers import CACHED, STEPS, compare
 from tests.train.zero_cases import WIDTH, Net
@@ -36,7 +37,7 @@ class Wide(Net):
 def small_messages():
     """Of one tile at most."""
     kept = one_sided.memory_bytes
-    one_sided.memory_bytes = lambda config: one_sided.WORDS_BYTES + 8 * 120_000
+    one_sided.memory_bytes = lambda config: words_bytes(2) + 8 * 120_000
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ds_zipccl.collectives import frame_cache, one_sided
 from ds_zipccl.collectives.cost import Curve
+from ds_zipccl.collectives.symmetric_plan import words_bytes
 from tests.helpers.bits import assert_same_bits
 from tests.zipccl import frame_cache_cases
 from tests.zipccl.frame_cache_cases import World, data_of, device
@@ -310,7 +311,7 @@ def case_what_must_be_zipped_goes_the_faster_way(rank, world_size):
 def case_large_shards_are_cut(rank, world_size):
     """Into ranges that fit, each with a frame."""
     kept = one_sided.memory_bytes
-    one_sided.memory_bytes = lambda config: one_sided.WORDS_BYTES + 8 * ((world_size if world_size > 2 else 1) * 132_000 + 100_000)
+    one_sided.memory_bytes = lambda config: words_bytes(world_size) + 8 * ((world_size if world_size > 2 else 1) * 132_000 + 100_000)
     try:
         for transport, num_ranges in (("process_group", 1), ("symmetric_memory", 4)):
             world = World(world_size, (1,), transport=transport)

@@ -10,7 +10,7 @@ import torch
 from ds_zipccl.codec.dtypes import TABLE
 from ds_zipccl.codec.format import SPILL_MASK, SPILL_SHIFT, TILE_ELEMS, layout
 from ds_zipccl.collectives.symmetric import MAX_RANKS, SymmetricTransport, why_not
-from ds_zipccl.collectives.symmetric_plan import NUM_IN_RING, Row, in_turn, part_sizes, plan, slot_bytes
+from ds_zipccl.collectives.symmetric_plan import NUM_IN_RING, Row, in_turn, part_sizes, plan, slot_bytes, words_bytes
 from ds_zipccl.kernels.cuda_calls import CudaCalls
 from ds_zipccl.kernels.rank_order import sum_in_order
 from ds_zipccl.kernels.symmetric_calls import Exchange, SymmetricCalls
@@ -41,11 +41,12 @@ class Ranks:
         self.codec, self.calls = libraries
         self.world_size, self.room, self.num_lanes = world_size, room // 128 * 128, num_lanes
         self.errors = torch.zeros(world_size, dtype=torch.int32)
-        num_bytes = self.calls.words_bytes + self.room
+        self.words_bytes = words_bytes(world_size)
+        num_bytes = self.words_bytes + self.room
         self.memory = [torch.full((num_bytes + 128,), 0x5A, dtype=torch.uint8) for _ in range(world_size)]         # no overflow bit
         addresses = [-(-memory.data_ptr() // 128) * 128 for memory in self.memory]
         for memory, address in zip(self.memory, addresses, strict=True):
-            memory[address - memory.data_ptr():][:self.calls.words_bytes] = 0
+            memory[address - memory.data_ptr():][:self.words_bytes] = 0
         self.scratch = torch.zeros(world_size, self.calls.scratch_bytes, dtype=torch.uint8)
         self.overflows = torch.zeros(world_size, self.calls.overflows_bytes // 4, dtype=torch.int32)
         self.engines = [self.calls.open(rank, addresses, num_bytes, self.scratch[rank].data_ptr(), self.overflows[rank].data_ptr(),
@@ -313,7 +314,7 @@ def test_rows_are_in_turn_smallest_at_the_ends():
 def test_calls_on_two_streams_claim_regions_each(libraries):
     """A region that one stream waited for is not free for another one: before a call each stream has waited for what its region needs."""
     ranks = Ranks(libraries, 2, NUM_IN_RING * 4 * TILE_ELEMS, 1)
-    twin = ranks.calls.open(0, [0, 0], ranks.calls.words_bytes + ranks.room, 0, 0, 0, 0, ranks.codec.library.zipccl_cuda_encode)
+    twin = ranks.calls.open(0, [0, 0], ranks.words_bytes + ranks.room, 0, 0, 0, 0, ranks.codec.library.zipccl_cuda_encode)
     x, needed = [gaussians(r, (3000,), torch.bfloat16) for r in range(2)], 0
     g = layout(TABLE[0], 3000)
     for call in range(300):
@@ -340,7 +341,7 @@ def test_numbers_of_messages_do_not_begin_again(libraries, num_before, number):
     ranks, x = Ranks(libraries, 2, NUM_IN_RING * 12 * TILE_ELEMS, 1), [gaussians(r, (100,), torch.bfloat16) for r in range(2)]
     for engine in ranks.engines:
         words = (ctypes.c_int64 * 500).from_address(engine._handle.value)
-        at = next(i for i in range(497) if words[i:i + 2] == [ranks.calls.words_bytes, ranks.room])
+        at = next(i for i in range(497) if words[i:i + 2] == [ranks.words_bytes, ranks.room])
         words[at + 3] = number                             # of the last message (ring.h)
     for _ in range(num_before):
         assert all(same_bits(out[r], x[r]) for out in ranks.all_gather(x) for r in range(2)) and not ranks.errors.any()
@@ -352,7 +353,7 @@ def test_numbers_of_messages_do_not_begin_again(libraries, num_before, number):
 @pytest.mark.parametrize("sizes", [(128, 256, 128), (1000, 128, 128, 700), (300,)])
 def test_ring_names_the_last_message_that_had_the_region(libraries, sizes):
     calls, taken, claimed = libraries[1], {}, 0
-    first, room = calls.words_bytes, 2048
+    first, room = words_bytes(2), 2048
     engine = calls.open(0, [0, 0], first + room + 100, 0, 0, 0, 0, libraries[0].library.zipccl_cuda_encode)
     for i, size in zip(range(200), itertools.cycle(sizes), strict=False):
         message, offset, before = engine.take(size)
@@ -383,6 +384,7 @@ def test_who_can_use_it():
 
 def test_how_many_ranks_have_room(libraries):
     assert libraries[1].max_ranks == MAX_RANKS
+    assert all(libraries[1].words_bytes(n) == words_bytes(n) and words_bytes(n) % 128 == 0 for n in (2, 3, MAX_RANKS))
 
 
 def test_parts_cover_rows_with_whole_tiles():

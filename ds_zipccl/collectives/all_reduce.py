@@ -68,7 +68,7 @@ class _Reduction(Flight):
         self._parts, self._raw = self._pad(call), None
 
     def encode(self, call: Call) -> None:
-        self._exchange.encode(self, self._parts)
+        self._exchange.encode(self._parts)
 
     def send(self, call: Call) -> dist.Work:
         return self._exchange.send(self.channel)

@@ -21,17 +21,18 @@ FIRST_SPILL = 1 / 32                  # gradients are mixtures of scales: this m
 
 
 def _rows(call: Call) -> torch.Tensor:
-    """[world size, n]: what goes to each rank. A copy where a list's tensors do not lie at equal distances, as a part's do."""
+    """[world size, n]: what goes to each rank. A copy where a list's tensors do not lie one after another."""
     if not isinstance(call.input, tuple):
         return flat(call.input).view(call.world_size, -1)
     pieces = [flat(t) for t in call.inputs]
-    rows = as_rows(pieces, spaced=True)
+    rows = as_rows(pieces)
     return torch.stack(pieces) if rows is None else rows
 
 
 class RowExchange:
     """Every rank's row for every other one, zipped: frames of what this rank sends, and of what it ``received`` [world size, bytes], in
-    which its own row is nobody's. ``rows``: what is to be encoded. ``payload``: for a ``Recipe``."""
+    which its own row is nobody's. ``rows``: what is to be encoded, ``encode(x)`` does, of ``x`` [world size, n]. ``payload``: for a
+    ``Recipe``."""
 
     def __init__(self, flight: Flight, codec: Codec, numel: int):
         rank, world = flight.rank, flight.world_size
@@ -39,8 +40,7 @@ class RowExchange:
         self._whole, self._own, self._sent = self.received.view(-1), None, None
         if flight.launch.side.pair_gathers():
             self._own = self.received[rank]
-            first, end = 1 - rank, 2 - rank
-            self.rows = Rows(codec, self.received[rank:rank + 1], offset=first * numel)
+            self.rows = Rows(codec, self.received[rank:rank + 1], offset=(1 - rank) * numel)
             self.payload = Transfer(self._own, self._whole),
         else:
             sent = flight.take_frames(codec, world)
@@ -48,17 +48,7 @@ class RowExchange:
             first, end = int(rank == 0), world - (rank == world - 1)            # without the own row, where that is at an end
             self.rows = Rows(codec, sent[first:end], rank if end - first == world else -1, first * numel)
             self.payload = exchange(*reversed(self._pieces))
-        self._encode, self._peers = flight.encoder(codec, self.rows.frames, self.rows.skip, self.rows.offset), slice(first, end)
-
-    def encode(self, flight: Flight, x: torch.Tensor) -> None:
-        """Of ``x``: dense, or [world size, n] of rows that are."""
-        if x.dim() != 2 or x.is_contiguous():
-            self._encode(x)
-            return
-        codec, frames, skip, _ = self.rows
-        x = x[self._peers]
-        codec = codec if flight.windows is None else flight.windows.codec(codec, x)
-        codec.encode(x, frames, flight.status, skip)
+        self.encode = flight.encoder(codec, self.rows.frames, self.rows.skip, self.rows.offset)
 
     def send(self, channel) -> dist.Work:
         if self._own is not None:
@@ -78,7 +68,7 @@ class _Scatter(Flight):
         numel = call.output.numel()
         self._exchange = RowExchange(self, codec, numel)
         received, self.words = self._exchange.received, self.everyones_words()
-        self._sum = summing(codec, received, call, offset=0 if isinstance(call.input, tuple) else call.rank * numel)
+        self._sum = summing(codec, received, call, offset=call.rank * numel)
         self._rows: torch.Tensor | None = None
         if isinstance(call.input, torch.Tensor) and divisor(call) == 1:
             self.recipe = Recipe([self._exchange.rows], [Rows(codec, received, call.rank, call.rank * numel)], sums=True,
@@ -89,13 +79,13 @@ class _Scatter(Flight):
         self._rows = _rows(call) if isinstance(call.input, tuple) else call.input
 
     def encode(self, call: Call) -> None:
-        self._exchange.encode(self, self._rows)
+        self._exchange.encode(self._rows)
 
     def send(self, call: Call) -> dist.Work:
         return self._exchange.send(self.channel)
 
     def fill(self, call: Call) -> None:
-        self._sum(call.input[self.rank] if isinstance(call.input, tuple) else call.input, call.output)
+        self._sum(self._rows, call.output)
         if self._rows is not call.input:
             self.keep(self._rows)
 

@@ -61,16 +61,14 @@ def flat(t: torch.Tensor) -> torch.Tensor:
     return t.view(-1) if t.is_contiguous() else t.as_strided((t.numel(),), (1,))
 
 
-def as_rows(tensors, spaced: bool = False) -> torch.Tensor | None:
-    """[len(tensors), n] over the memory of flat tensors of n elements each that are consecutive parts of one buffer, else None. ``spaced``:
-    or are equally far apart there."""
+def as_rows(tensors) -> torch.Tensor | None:
+    """[len(tensors), n] over the memory of flat tensors of n elements each that are consecutive parts of one buffer, else None."""
     first, numel = tensors[0], tensors[0].numel()
-    storage, begin = first.untyped_storage().data_ptr(), first.storage_offset()
-    step = max(tensors[1].storage_offset() - begin, numel) if spaced and len(tensors) > 1 else numel
+    storage = first.untyped_storage().data_ptr()
     for i, t in enumerate(tensors):
-        if t.numel() != numel or t.storage_offset() != begin + i * step or t.untyped_storage().data_ptr() != storage:
+        if t.numel() != numel or t.storage_offset() != first.storage_offset() + i * numel or t.untyped_storage().data_ptr() != storage:
             return None
-    return first.as_strided((len(tensors), numel), (step, 1))
+    return first.as_strided((len(tensors), numel), (numel, 1))
 
 
 def gaussians(seed: int, numel: int, dtype: torch.dtype, device) -> torch.Tensor:

@@ -241,3 +241,25 @@ def test_a_payload_for_each_peer(gpu):
     with pytest.raises(KernelError, match="ncclResult 5"):
         one.call()
     assert gpu.log[-2:] == [("ncclSend", sent.data_ptr(), size, 1, 0, COMMUNICATOR, PAYLOADS), ("ncclGroupEnd",)]
+
+
+def test_whose_communicators_payloads_may_use(monkeypatch):
+    """Those that torch gives away, of its own backend and not of one that wraps it; and whose calls are queued when they return."""
+    class Backend:
+        def __init__(self, blocking, address=7):
+            self.options, self._address = SimpleNamespace(config=SimpleNamespace(blocking=blocking)), address
+
+        def _comm_ptr(self):
+            if self._address is None:
+                raise RuntimeError("it was aborted")
+            return self._address
+
+    monkeypatch.setattr(nccl_direct, "_BACKEND", Backend)
+    monkeypatch.delenv("TORCH_NCCL_USE_COMM_NONBLOCKING", raising=False)
+    undefined = -(1 << 31)
+    assert [nccl_direct.handle(each) for each in (Backend(1), Backend(1, 0), Backend(1, None))] == [7, 0, 0]
+    assert nccl_direct.handle(SimpleNamespace(_comm_ptr=lambda: 7)) == 0
+    assert [nccl_direct.returns_when_queued(Backend(blocking)) for blocking in (1, undefined, 0)] == [True, True, False]
+    assert not nccl_direct.returns_when_queued(SimpleNamespace())
+    monkeypatch.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", "1")
+    assert not nccl_direct.returns_when_queued(Backend(undefined))

@@ -8,6 +8,7 @@ queues a whole call at once (csrc/zipccl/symmetric.cu).
 import ctypes
 import functools
 import os
+import weakref
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,8 +26,10 @@ from zipscape.errors import ZipScapeError
 
 NUM_LANES = 2               # streams on which copy engines take turns: one begins while another ends
 MAX_STORED_BYTES = 32 << 20                                # of a row that encode writes to the one peer, rather than copy engines
-MAX_CARRIED_BYTES = int(os.environ.get("ZIPCCL_CARRIED_BYTES", 0))         # of rows that kernels carry: not yet seen to win
-NUM_SENDERS, RECEIVERS_PER_MULTIPROCESSOR, NUM_GROUPS = 128, 4, 1        # CTAs of a kernel that carries: enough for the links
+# Of a rank's rows that kernels carry rather than copy engines; of those whose frames are made beforehand. They need a third of the host's
+# calls, but of 512 MiB between two H200s they reach 270 GB/s, copy engines 340.
+MAX_CARRIED_BYTES, MAX_CARRIED_MADE_BYTES = 32 << 20, 128 << 20
+NUM_SENDERS, RECEIVERS_PER_MULTIPROCESSOR, NUM_GROUPS = 128, 4, 1        # CTAs of a kernel that carries; what a receiver decodes in one go
 MAX_RANKS = 64              # of a group: its words have room for no more (kMaxRanks)
 MAX_KEPT = 32               # calls at most whose tensors are kept until they are done: beyond, the oldest is joined
 KEPT_UNASKED = 4            # who looks which are done calls CUDA: only once in so many
@@ -68,8 +71,8 @@ class SymmetricTransport:
     """One group's. All ranks must make the same calls in the same order; tensors are flat, of one of the codec's dtypes. Calls return None
     on all ranks, and do nothing, where the memory has no room for a tile of each row.
 
-    Made by ``open_transport``. ``first_bytes``, ``largest_bytes``, ``stored_bytes``, ``carried_bytes``, ``num_lanes``, ``num_senders``,
-    ``num_groups``: see the constants; ``num_receivers``: CTAs.
+    Made by ``open_transport``. ``first_bytes``, ``largest_bytes``, ``stored_bytes``, ``carried_bytes``, ``carried_made_bytes``,
+    ``num_lanes``, ``num_senders``, ``num_groups``: see the constants; ``num_receivers``: CTAs, of all transports of the device.
     """
 
     def __init__(self, engine, workspace, rank: int, device: torch.device, world_size: int, room: int, overflows: torch.Tensor, keep_alive):
@@ -81,9 +84,13 @@ class SymmetricTransport:
         self._num_calls, self._ended = 0, False
         self._kept: dict[int, tuple] = {}                   # tensors by call, of those that may not be done
         self.first_bytes, self.largest_bytes, self.stored_bytes = FIRST_PART_BYTES, LAST_PART_BYTES, MAX_STORED_BYTES
-        self.num_lanes, self.spill_per_tile, self.carried_bytes = NUM_LANES, DEFAULT_SPILL_PER_TILE, MAX_CARRIED_BYTES
+        self.num_lanes, self.spill_per_tile = NUM_LANES, DEFAULT_SPILL_PER_TILE
+        self.carried_bytes, self.carried_made_bytes = MAX_CARRIED_BYTES, MAX_CARRIED_MADE_BYTES
         self.num_senders, self.num_receivers = NUM_SENDERS, RECEIVERS_PER_MULTIPROCESSOR * _num_multiprocessors(device)
         self.num_groups = NUM_GROUPS
+        # Receivers wait on the GPU. However many groups do so at once, there is room beside them for what they wait for.
+        self._open_here = _OPEN.setdefault(device, weakref.WeakSet())
+        self._open_here.add(self)
 
     def plan(self, dtype: torch.dtype, row_numel: int, same_for_all: bool) -> Plan | None:
         """None: not even a tile of each row fits into the memory."""
@@ -105,12 +112,13 @@ class SymmetricTransport:
         stream = streams.current(self.device)
         if copy[0] == copy[1]:
             copy = (0, 0, 0)
-        is_carried = cut.raw_bytes <= self.carried_bytes
+        is_carried = cut.raw_bytes <= (self.carried_bytes if made is None else self.carried_made_bytes)
         is_stored = self.world_size == 2 and not is_carried and not places and cut.num_parts == 1 and cut.raw_bytes <= self.stored_bytes
         workspace = self._workspace(stream, cut.words) if cut.words else 0
         self._engine.run(Exchange(rows, row_stride, out, out_stride, own, *copy, 0 if is_stored else self.num_lanes, cut.num_parts,
                                   cut.parts, made, places, self._status_at, workspace, stream,
-                                  self.num_senders if is_carried else 0, self.num_receivers, self.num_groups))
+                                  self.num_senders if is_carried else 0, max(1, self.num_receivers // len(self._open_here)),
+                                  self.num_groups))
         self._num_calls += 1
         call = self._num_calls
         self._kept[call] = tensors, others
@@ -195,17 +203,19 @@ class SymmetricTransport:
         if self._num_calls == 0 or self._engine.is_done(self._num_calls):
             self._end()
         else:
-            _NEVER_FREED.append((self._engine, self._keep_alive, self._kept, self._status))
+            _NEVER_FREED.append((self, self._engine, self._keep_alive, self._kept, self._status))
 
     def _end(self) -> None:
         """Nothing is in flight: who waits for a call afterwards need not."""
         self._ended = True
+        self._open_here.discard(self)
         self._engine.close()
         self._kept.clear()
         self._keep_alive = None
 
 
 _NEVER_FREED: list = []
+_OPEN: dict[torch.device, "weakref.WeakSet[SymmetricTransport]"] = {}
 
 
 def _num_multiprocessors(device: torch.device) -> int:

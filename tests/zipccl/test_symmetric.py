@@ -242,6 +242,9 @@ class InTurn:
     def is_done(self, call):
         return False
 
+    def close(self):
+        pass
+
 
 KINDS = ("frame", "made on the way", "as it is")
 
@@ -264,7 +267,7 @@ def test_rows_with_and_without_frames(libraries, num_lanes, world_size, monkeypa
         outs = [[torch.full((world_size, n + 9), 3, dtype=torch.bfloat16)[:, 4:n + 4] for _, n, _ in chosen] for _ in data]
         for r, transport in enumerate(transports):
             transport.num_lanes, rows = num_lanes % CARRIED, []
-            transport.carried_bytes = 1 << 30 if num_lanes > CARRIED else 0
+            transport.carried_made_bytes = 1 << 30 if num_lanes > CARRIED else 0
             for (kind, n, _), x, out in zip(chosen, data[r], outs[r], strict=True):
                 g = layout(TABLE[0], n, spill_per_tile=64)
                 frame = None
@@ -303,6 +306,24 @@ def test_calls_of_cuda_per_call(libraries, num_lanes, num_tiles, num_queued):
     ranks.all_gather(data, made)
     num_fewer = 2 * (5 - 2) * 2 if num_tiles == 7 and num_lanes == 2 else 0            # lanes wait once, not for each part's encode
     assert library.zipccl_symmetric_num_queued() - between == num_queued - num_fewer
+
+
+def test_receivers_of_all_groups_leave_room(monkeypatch):
+    """Those of a device share it, as long as they are about; the number is each rank's own."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    opened = [SymmetricTransport(InTurn(), lambda stream, words: 0, 0, torch.device("cpu"), 2, 1 << 24, torch.zeros(1), None)
+              for _ in range(3)]
+
+    def num_receivers():
+        for transport in opened:
+            transport.num_receivers = 100
+            transport.all_gather(torch.zeros(2000, dtype=torch.bfloat16), torch.zeros(1000, dtype=torch.bfloat16))
+        return [transport._engine.calls[-1].num_receivers for transport in opened]
+
+    before = len(opened[0]._open_here) - 3                  # other tests'
+    assert num_receivers() == [100 // (3 + before)] * 3
+    opened.pop()._end()
+    assert num_receivers() == [100 // (2 + before)] * 2 and before >= 0
 
 
 def test_rows_are_in_turn_smallest_at_the_ends():

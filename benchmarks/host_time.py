@@ -3,7 +3,8 @@ encode, decode and transfers.
 
     python benchmarks/host_time.py [--calls]
 
-Native: two gloo ranks on this machine; from the front's entry to its "take the native one"; the native collective itself is not called.
+Native: two gloo ranks on this machine; the native collective itself is not called. What a call costs in a loop; and until it would be
+launched, with cold caches (64 MiB are read before each): what an idle GPU would wait for.
 An all-to-all as on a GPU, where it is remembered; on a CPU it is not.
 Zipped: one process; kernels, process group and side channels are stand-ins that do nothing (a store of zeros for the status words), so
 that only our Python and torch's tensor operations in it are timed, on CPU tensors. ``launch``: from the front's entry until it returns the
@@ -17,6 +18,7 @@ import cProfile
 import functools
 import os
 import pstats
+import statistics
 import tempfile
 import time
 from dataclasses import replace
@@ -43,6 +45,7 @@ CASES = (("never", 4 << 20, "all_gather_into_tensor"), ("adaptive", 64 << 10, "a
                                                 "broadcast", "all_gather", "reduce_scatter", "all_to_all")))
 ZIPPED = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce", "broadcast", "all_gather", "reduce_scatter")
 ROUNDS, CALLS = 100, 40
+OTHER_WORK = b"." * (64 << 20)
 
 
 def native(rank: int, folder: str) -> None:
@@ -64,9 +67,15 @@ def native(rank: int, folder: str) -> None:
                 if front.run(runtime, call) is not None:
                     raise SystemExit("the call did not go native")
             best = min(best, (time.perf_counter() - start) / CALLS * 1e6)
+        cold = []
+        for _ in range(CALLS):
+            OTHER_WORK.find(b"-")
+            start = time.perf_counter()
+            cold.append((front.run(runtime, call, lambda _: time.perf_counter()) - start) * 1e6)
         reason, = runtime.stats.snapshot()[op]["native_reasons"]
         if rank == 0:
-            print(f"native {op:24s} {size >> 10:6d} KiB, {choice}: {reason:18s} {best:5.1f} us", flush=True)
+            print(f"native {op:24s} {size >> 10:6d} KiB, {choice}: {reason:18s} {best:5.1f} us, launched after "
+                  f"{statistics.median(cold):4.1f} us with cold caches", flush=True)
         dist.barrier()
         runtime.close()
     dist.destroy_process_group()

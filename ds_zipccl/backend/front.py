@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.backend.policy import reason_for_native
+from ds_zipccl.collectives.native_calls import key_of
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.runtime import Runtime
 
@@ -29,6 +30,8 @@ def run(runtime: Runtime, call: Call, native: Callable[[Call], object] | None = 
             known = table.get((call.op, data.numel(), data.dtype, data.is_cuda))
         except AttributeError:                          # a list
             known = None
+        if known is None and (isinstance(data, tuple) or isinstance(call.output, tuple)):
+            known = table.get(key_of(call))
         if known is not None and call.input_splits is None and call.output_splits is None:
             result = None if native is None else native(call)
             known.add(call.reduce_op, call.root)

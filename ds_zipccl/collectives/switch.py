@@ -232,7 +232,7 @@ def _starter(call: Call, side, cold: bool = False) -> Callable[[], None]:
     other_work = b"." * (EVICTING_BYTES if cold else 0)             # zeros would all be one page
 
     def start() -> None:
-        other_work.count(b"-")
+        other_work.find(b"-")
         side.all_gather(everyones, own).wait()
         if call.device.type == "cuda":
             torch.cuda.synchronize(call.device)

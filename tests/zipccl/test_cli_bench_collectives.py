@@ -41,7 +41,8 @@ def test_every_collective_of_the_registry(tmp_path):
     file = tmp_path / "rows.json"
     assert main([*COMMAND, "--ranks", "2", "--transport", "symmetric_memory", "--json", str(file)]) == 0
     document = json.loads(file.read_text())
-    assert set(document) == {"meta", "settings", "rows", "switch", "switch_times"} and document["settings"]["transport"] == "symmetric_memory"
+    assert set(document) == {"meta", "settings", "rows", "switch", "switch_times"}
+    assert document["settings"]["transport"] == "symmetric_memory"
     assert {row["transport"] for row in document["rows"]} == {"process_group"}
     check(document["rows"], list(specs()))
 

@@ -220,5 +220,10 @@ def test_splits_and_lists_are_no_calls_of_one_tensor(runtime):
     assert not asked
     for fields in ({"input_splits": (60, 4)}, {"output_splits": (60, 4)}):
         front.run(runtime, call(op="all_to_all_single", **fields), lambda _: None)
-    front.run(runtime, Call("reduce_scatter", torch.empty(4), (torch.empty(4),) * 2, GROUP), lambda _: None)
+    lists = Call("reduce_scatter", torch.empty(64), (torch.empty(64),) * 2, GROUP)
+    front.run(runtime, lists, lambda _: None)
     assert len(asked) == 3
+    runtime.native_calls.remember(lists, "dtype", 128, None)
+    assert front.run(runtime, lists, lambda _: "work") == "work" and len(asked) == 3
+    front.run(runtime, Call("reduce_scatter", torch.empty(64), (torch.empty(64), torch.empty(65)), GROUP), lambda _: None)
+    assert len(asked) == 4

@@ -57,6 +57,10 @@ class Offload(BaseModel):
     pin_memory: bool = True
     """Page-locked host memory, where the device is a GPU. Without it, copies make the host wait."""
 
+    ahead: bool = False
+    """The residuals of other ranks' partitions pass behind the backward pass, as if nothing were clipped; where a step is clipped after
+    all, after it. Takes the residuals' host memory twice."""
+
 
 class ScapeParams(GroupParams):
     """All parameters of SCAPE. lr, betas, eps, weight_decay and density (or sparsity) may differ per parameter group."""

@@ -10,6 +10,7 @@
 A step without masks does 2 to 5 in pieces, each with the same coordinates of every partition: everything is exchanged, but never at once.
 Until 2 nothing is changed, so a step that is skipped leaves everything as it was, the mask under way included.
 """
+import functools
 import logging
 import math
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ import torch
 from ds_scape.config import ScapeParams
 from ds_scape.kernels import impl_reference, loader
 from ds_scape.optimizer import ranking, spans
-from ds_scape.optimizer.passage import PIECE, exchanged_for, summed_for
+from ds_scape.optimizer.ahead import ahead_for
+from ds_scape.optimizer.passage import summed_for
 from ds_scape.optimizer.spans import Span
 from ds_scape.optimizer.state import FlatState
 from ds_scape.optimizer.workspace import Workspace
@@ -32,8 +34,6 @@ from ds_scape.update import residual as residuals
 from zipscape.errors import ZipScapeError, describe
 
 log = logging.getLogger("ds_scape")
-#: Checksums travel as doubles: integers below this are exact.
-CHECKSUM_MODULUS = 1 << 52
 _WIRE = {**residuals.WIRE_DTYPES, "fp64": torch.float64}
 
 
@@ -66,9 +66,12 @@ class Flow:
         self._masked = [i for i, flat in enumerate(flats) if not flat.layout.is_full]
         self._passage = flats[0].passage
         self._ages_pass = self._passage is not None and flats[0].weight.device == self._passage.device      # as in sync_steps()
-        self._columns, self._partitions, self._groups = self._pieces_of_steps()
+        sizes = flats[0].stored_residual.element_size(), max(flat.stored_last_sync.element_size() for flat in flats) * self._ages_pass
+        self._columns, self._partitions, own = spans.of_steps(self.layout, transport.rank, self._passage, *sizes, self._wire.itemsize)
+        self._groups = ranking.groups(self.layout.flats, transport.rank, own) if own else []
         self._positions, self._mask_message, self._arriving = self._all_dense, None, None
         self._unmasked_step = 1             # a step that has no mask: the first, and one after a mask could not be restored
+        self._ahead = ahead_for(self)
 
     def is_dense(self, step: int) -> bool:
         """Whether step number ``step`` (from 1) runs without masks."""
@@ -83,6 +86,7 @@ class Flow:
         grad_norm = math.sqrt(square) if not bad else square
         step = self.num_steps + 1
         if bad:
+            self._drop()
             return StepResult(False, bad, grad_norm, self.is_dense(step))
         self.num_steps = step
         positions = self._take_positions()
@@ -97,6 +101,8 @@ class Flow:
             left = None
         else:
             left = self._exchange_masked(fresh, factor, positions, early, space)
+            if self._ahead is not None:
+                self._ahead.is_wanted = factor == 1.0 / loss_scale      # mostly the next step is like this one
         if not self.is_dense(step + 1):
             if self._ages_pass and early is None and left is None:
                 pieces = [[span] for group in self._groups for span in group.pieces]
@@ -109,12 +115,27 @@ class Flow:
 
     def prefetch(self) -> None:
         """Under offload: the first pieces of the residual may come to the device, while gradients are still being made."""
-        if self._passage is not None and not self._passage.has_begun:
-            self._passage.begin(self._host_pieces(self._columns if self.is_dense(self.num_steps + 1) else self._partitions))
+        if self._ahead is not None and self._ahead.is_running:
+            self._ahead.join()
+        elif self._passage is not None and not self._passage.has_begun:
+            masked = self._partitions if self._ahead is None else self._ahead.pieces()
+            self._passage.begin(self._host_pieces(self._columns if self.is_dense(self.num_steps + 1) else masked))
+
+    @torch.no_grad()
+    def gradient_is_complete(self, fresh: list[torch.Tensor], flat: int, start: int, stop: int, loss_scale: float = 1.0) -> None:
+        """A tensor's gradient, [start, stop) of a buffer, is what the coming step gets, unless this is said of it twice (ahead.py). In any
+        order; what nothing is said of is taken in the step."""
+        if self._ahead is not None and not self.is_dense(self.num_steps + 1):
+            self._ahead.complete(fresh, flat, start, stop, 1.0 / loss_scale)
+
+    def _drop(self) -> None:
+        if self._ahead is not None:
+            self._ahead.drop()
 
     def settle(self) -> None:
         """Under offload: the host waits until the residuals are whole in its memory."""
         if self._passage is not None:
+            self._drop()
             self._passage.settle()
 
     @torch.no_grad()
@@ -124,6 +145,7 @@ class Flow:
         Exact values are sent, once, by all ranks. What coordinates of the last step still hold is the wire's rounding error of that step;
         it is dropped, since no step has passed for which it could be applied.
         """
+        self._drop()
         self._exchange_all(None, 1.0, self.flats[0].weight.dtype, None)
 
     def _shape_of_masks(self) -> list:
@@ -175,37 +197,22 @@ class Flow:
         return math.fsum(squares) / len(squares) / loss_scale ** 2 if not bad else math.nan, bad
 
     def _checksum(self, device) -> torch.Tensor:
-        total = torch.zeros(1, dtype=torch.int64, device=device)
         every = self.params.check_masks_every
-        if every and self.num_steps % every == 0 and not self.is_dense(self.num_steps + 1):
-            for index in (index for own in self._peek_positions().of for index in own if index is not None):
-                weights = torch.arange(1, len(index) + 1, device=device) % 65521
-                total = (total * 31 + ((index.to(torch.int64) + 1) * weights).sum()) % CHECKSUM_MODULUS
-        return (total % CHECKSUM_MODULUS).to(torch.float64)
+        is_due = every and self.num_steps % every == 0 and not self.is_dense(self.num_steps + 1)
+        return self._peek_positions().checksum(device) if is_due else torch.zeros(1, dtype=torch.float64, device=device)
 
     # --- 2: gradients into residuals, and what is sent out of them ----------------------------------------------------------------------
-    def _pieces_of_steps(self) -> tuple[list[list[Span]], ...]:
-        """What passes through a step at a time: without masks; with masks, where the own partitions come last; these once more, to rank
-        them. Of own coordinates the ages may have to pass too, in the same memory."""
-        rank, layouts, ranks = self.transport.rank, self.layout.flats, self.layout.world_size
-        others = [owner for owner in range(ranks) if owner != rank]
-        by_owner = [spans.partitions(layouts, others), spans.partitions(layouts, [rank])]
-        if self._passage is None:
-            return spans.columns(layouts, PIECE), by_owner, []
-        most, size = self._passage.piece, self.flats[0].stored_residual.element_size()
-        age = max(flat.stored_last_sync.element_size() for flat in self.flats) if self._ages_pass else 0
-        own = spans.fitting(most, size, age)
-        exchanged = min(ranks * spans.fitting(most, size, age, ranks), exchanged_for(self.layout.numel, ranks, self._wire.itemsize))
-        return (spans.columns(layouts, exchanged),
-                [*spans.pieces(by_owner[0], most), *spans.pieces(by_owner[1], own)], ranking.groups(layouts, rank, own))
-
-    def _through(self, pieces: list[list[Span]], write_back: bool = True):
-        """Yields every piece: its spans, their residuals on the device, and of own ones the last synchronisations where the weights are."""
+    def _through(self, pieces: list[list[Span]], write_back: bool = True, targets: list[torch.Tensor] | None = None):
+        """Yields every piece: its spans, their residuals on the device, and of own ones the last synchronisations where the weights are.
+        targets: per buffer, whole: under offload residuals are written there."""
         if self._passage is None:
             for piece in pieces:
                 yield [(span, self._stored_residual(span), self._stored_lasts(span)) for span in piece]
         else:
-            for piece, parts in zip(pieces, self._passage.pass_through(self._host_pieces(pieces), write_back), strict=True):
+            hosts = self._host_pieces(pieces)
+            others = None if targets is None else [[*(span.of(targets[span.flat], self.layout.flats[span.flat]) for span in piece),
+                                                    *host[len(piece):]] for piece, host in zip(pieces, hosts, strict=True)]
+            for piece, parts in zip(pieces, self._passage.pass_through(hosts, write_back, others), strict=True):
                 lasts = iter(parts[len(piece):])
                 yield [(span, part, next(lasts) if self._ages_pass and span.owner == self.transport.rank else self._stored_lasts(span))
                        for span, part in zip(piece, parts, strict=False)]
@@ -238,17 +245,16 @@ class Flow:
         self.kernels.enter(residual, gradient, factor, index, values, first=span.start, square=square, beta2=flat.group["betas"][1])
 
     def _place_for_early_scores(self) -> list[torch.Tensor | None] | None:
-        if self.params.mask_statistic != "first_moment":
-            return None
-        return [None if flat.layout.is_full else torch.empty_like(flat.weight) for flat in self.flats]
+        is_literal = self.params.mask_statistic == "first_moment"
+        return [None if flat.layout.is_full else torch.empty_like(flat.weight) for flat in self.flats] if is_literal else None
 
     # --- 3, 4, 5: values to the owners, weights back ----------------------------------------------------------------------------------
     def _exchange_masked(self, fresh, factor, positions: Positions, early, space: Workspace) -> list[torch.Tensor] | None:
         """What the masks choose. Returns the own residuals, with a sign where they are overdue, if they came here and there is room."""
         rank, left, lasts = self.transport.rank, None, None
-        sent = torch.empty(sum(positions.splits), dtype=self._wire, device=self._device)
-        values, cuts = positions.rows(sent), positions.cuts(self._partitions, self.layout, self._device)
-        for piece in self._through(self._partitions):
+        begun = self._ahead and self._ahead.take(factor)
+        sent, values, cuts = begun.exchanged if begun else positions.to_be_sent(self._partitions, self.layout, self._wire, self._device)
+        for piece in self._ahead.rest(begun) if begun else self._through(self._partitions):
             for span, residual, last in piece:
                 index, out = positions.of[span.owner][span.flat], values[span.owner][span.flat]
                 if lasts is None and self._ages_pass and last is not None:
@@ -265,6 +271,7 @@ class Flow:
                 if lasts is not None:
                     self.kernels.take_ages(last, index, span.start, self.num_steps, lasts[span.flat][lo:hi])
                     self._note_order(span, residual, last, early, left)
+        begun = begun and self._ahead.finish(begun)
         self._lend(fresh, space, range(self.layout.world_size) if lasts is None else [rank])
         splits = positions.splits
         room, message = space.for_exchange(sent, splits, rank, self.flats[0].copies.dtype)
@@ -317,17 +324,18 @@ class Flow:
     def _exchange_all(self, fresh, factor, wire: torch.dtype, early) -> None:
         """Everything, piece by piece. fresh: None to bring up to date what is waiting, without a step."""
         rank, world_size, state = self.transport.rank, self.layout.world_size, self.flats[0].weight.dtype
+        empty = functools.partial(torch.empty, device=self._device)
         for piece in self._through(self._columns):
             sizes, own = [span.numel for span, _, _ in piece], [(span, last) for span, _, last in piece if span.owner == rank]
             numel, own_sizes = sum(sizes) // world_size, [span.numel for span, _ in own]
-            sent = self._empty(sum(sizes), wire)
+            sent = empty(sum(sizes), dtype=wire)
             for (span, residual, _), values in zip(piece, sent.split(sizes), strict=True):
                 self._enter(span, residual, fresh, factor, None, values, early)
             received = self.transport.to_owners(sent, [numel] * world_size, "values")
             del sent, values
-            mean = mean_of_rows(received, self._empty(numel, state))
+            mean = mean_of_rows(received, empty(numel, dtype=state))
             del received
-            message = self._empty(numel, self.flats[0].copies.dtype)
+            message = empty(numel, dtype=self.flats[0].copies.dtype)
             for (span, last), mean_part, out in zip(own, mean.split(own_sizes), message.split(own_sizes), strict=True):
                 self._owner_step(self.flats[span.flat], slice(span.start, span.stop), mean_part, None, out, last, fresh is not None)
             del mean, mean_part
@@ -335,9 +343,6 @@ class Flow:
             for (span, _), part in zip(own, received.split(own_sizes, dim=1), strict=True):
                 self.flats[span.flat].copies.view(world_size, -1)[:, span.start:span.stop] = part
             del message, received, out, part
-
-    def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device=self._device)
 
     def _owner_step(self, flat: FlatState, part: slice, mean, index, out, last, is_step: bool = True) -> None:
         """Moves the owned coordinates at ``index`` (None: all) of a part of the partition; ``out`` gets their weights as the copies want

@@ -52,7 +52,7 @@ class Passage:
         """num_buffers: pieces on the device at a time, >= 2. streams: for tests."""
         self.device, self.piece, self.num_buffers = device, piece, num_buffers
         self._streams = streams or (_GpuStreams(device) if device.type == "cuda" else _Immediate())
-        self._buffers, self._turn = {}, 0
+        self._buffers, self._turn, self.num_settled = {}, 0, 0
         self._written = None                # event: all that was worked on is copied back, and its buffers are free
         self._begun = None                  # (where the first pieces are in host memory, they themselves, on their way)
 
@@ -72,9 +72,9 @@ class Passage:
         """Lets the first pieces come in already. pass_through() of the same is to follow, or settle()."""
         self._begun = self._places(pieces), deque(self._fetch(piece) for piece in pieces[:self.num_buffers])
 
-    def pass_through(self, pieces: list[list[torch.Tensor]], write_back: bool = True):
-        """Yields every piece as it lies on the device, one after another. What the current stream does to it will be in host memory.
-        write_back: False: it will not."""
+    def pass_through(self, pieces: list[list[torch.Tensor]], write_back: bool = True, targets: list[list[torch.Tensor]] | None = None):
+        """Yields every piece as it lies on the device, one after another. What the current stream does to it will be in host memory: in
+        the same, or in ``targets``. write_back: False: it will not."""
         if self._begun is None or self._begun[0] != self._places(pieces):
             self.begin(pieces)
         (_, arriving), self._begun = self._begun, None
@@ -83,7 +83,7 @@ class Passage:
             self._streams.wait("work", arrived)
             yield parts
             self._streams.wait("out", self._streams.mark("work"))
-            for host, part in zip(piece, parts, strict=True) if write_back else ():
+            for host, part in zip(targets[i] if targets else piece, parts, strict=True) if write_back else ():
                 self._streams.copy("out", host, part)
             self._written = self._streams.mark("out")
             arriving.extend(self._fetch(further) for further in pieces[i + self.num_buffers:i + self.num_buffers + 1])
@@ -91,6 +91,7 @@ class Passage:
     def settle(self) -> None:
         """The host waits until its tensors are whole, and may read and write them."""
         self._streams.finish(self._written)
+        self.num_settled += 1
         self._written = self._begun = None              # what has come in already may be outdated by the time it is used
 
     def _places(self, pieces) -> list:

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from ds_scape.sync.partition import FlatLayout
+from ds_scape.optimizer.passage import PIECE, Passage, exchanged_for
+from ds_scape.sync.partition import FlatLayout, Layout
 
 
 class Span(NamedTuple):
@@ -53,3 +54,16 @@ def columns(flats: tuple[FlatLayout, ...], most: int) -> list[list[Span]]:
     world_size = flats[0].world_size
     own = pieces(partitions(flats, [0]), max(1, most // world_size))
     return [[span._replace(owner=owner) for owner in range(world_size) for span in piece] for piece in own]
+
+
+def of_steps(layout: Layout, rank: int, passage: Passage | None, size: int, age: int, wire: int) -> tuple[list, list, int]:
+    """What passes through a step at a time: without masks; with masks, where the own partitions come last; and how many own elements may be
+    ranked at a time (0: all). Of own coordinates the ages may have to pass too, in the same memory. Sizes of one in bytes: of residuals, of
+    such ages or 0, on the wire."""
+    layouts, ranks = layout.flats, layout.world_size
+    by_owner = [partitions(layouts, [owner for owner in range(ranks) if owner != rank]), partitions(layouts, [rank])]
+    if passage is None:
+        return columns(layouts, PIECE), by_owner, 0
+    exchanged, own = exchanged_for(layout.numel, ranks, wire), fitting(passage.piece, size, age)
+    return (columns(layouts, min(ranks * fitting(passage.piece, size, age, ranks), exchanged)),
+            [*pieces(by_owner[0], passage.piece), *pieces(by_owner[1], own)], own)

@@ -103,6 +103,8 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         self.fresh_gradients[group].narrow(0, offset, param.numel()).add_(param.grad.view(-1) if param.grad.is_contiguous()
                                                                           else param.grad.reshape(-1))
         param.grad = None
+        if self.is_gradient_accumulation_boundary():
+            self.flow.gradient_is_complete(self.fresh_gradients, group, offset, offset + param.numel(), self.loss_scale)
 
     def setup_buckets(self):
         if not self.ready_for_gradients:

@@ -11,6 +11,8 @@ from ds_scape.kernels.ops import REFERENCE, Kernels
 from ds_scape.sync.partition import Layout
 from ds_scape.sync.transport import Transport
 
+#: Checksums travel as doubles: integers below this are exact.
+CHECKSUM_MODULUS = 1 << 52
 #: Elements that are summed at a time on a CPU.
 ON_CPU = 1 << 16
 
@@ -32,6 +34,19 @@ class Positions:
     def rows(self, whole: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         """By owner and buffer, views of what lies as on the wire."""
         return [row.split(counts) for row, counts in zip(whole.split(self.splits), self.counts, strict=True)]
+
+    def to_be_sent(self, pieces, layout: Layout, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, list, dict]:
+        """(room for what is sent, its rows(), the cuts() of these pieces)."""
+        sent = torch.empty(sum(self.splits), dtype=dtype, device=device)
+        return sent, self.rows(sent), self.cuts(pieces, layout, device)
+
+    def checksum(self, device: torch.device) -> torch.Tensor:
+        """float64 [1], equal where the positions are."""
+        total = torch.zeros(1, dtype=torch.int64, device=device)
+        for index in (index for own in self.of for index in own if index is not None):
+            weights = torch.arange(1, len(index) + 1, device=device) % 65521
+            total = (total * 31 + ((index.to(torch.int64) + 1) * weights).sum()) % CHECKSUM_MODULUS
+        return total.to(torch.float64)
 
     def cuts(self, pieces, layout: Layout, device: torch.device) -> dict[tuple, tuple[int, int]]:
         """Where each span (flat, owner, start, stop) of these pieces that has a mask begins and ends among the positions of its partition.

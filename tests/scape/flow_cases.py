@@ -1,5 +1,6 @@
 """Cases run on every rank by test_flow.py: real collectives against the simulation of all workers, bit for bit after every step."""
 import functools
+import random
 from collections import Counter
 from contextlib import ExitStack
 from datetime import timedelta
@@ -8,8 +9,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from ds_scape.optimizer import flow as flow_module
-from ds_scape.optimizer import ranking
+from ds_scape.optimizer import ranking, spans
+from ds_scape.optimizer.ahead import Ahead
 from ds_scape.update import adams
 from ds_scape.update.scape_rule import step_bound
 from tests.helpers.bits import assert_same_bits
@@ -88,11 +89,52 @@ def case_offload_on_streams_that_run_late(rank, world_size):
         assert not any(flat.residual.any() for flat in flow.flats)
 
 
+def case_offload_ahead(rank, world_size):
+    """Gradients that are complete one after another, in another order on every rank, some of them never said to be: what passes at once is
+    right, but in steps that are clipped or skipped, or where a gradient comes twice, or residuals were looked at meanwhile."""
+    problem = Problem(world_size, dtype=torch.bfloat16, offload={"ahead": True}, dense_warmup_steps=2, kernels="best")
+    flow, simulation, choice, passed = problem.flow(dist, rank), problem.simulation(), random.Random(rank), {}
+    assert (flow._ahead is not None) == (world_size > 1)
+    if rank % 2:
+        flow.flats[0].passage._streams = UnrulyStreams(10 * rank)
+    for step in range(1, 22):
+        settings = {"loss_scale": 4.0, "max_norm": 0.001 if step in (9, 10, 17) else 0.0}
+        gradients = [problem.gradient(worker, step) for worker in range(world_size)]
+        if step == 13:
+            gradients[-1][0][3] = float("nan")
+        expected = simulation.step([[g.clone() for g in own] for own in gradients], **settings)
+        fresh = [g.clone() for g in gradients[rank]]
+        places = [(i, slot.offset, slot.offset + slot.numel) for i, slots in enumerate(problem.slots) for slot in slots]
+        for i, start, stop in places:
+            fresh[i][start:stop] = 7.0
+        flow.prefetch()
+        for i, start, stop in choice.sample(places, len(places)):
+            fresh[i][start:stop] = gradients[rank][i][start:stop]
+            if choice.random() < 0.97 or step in (6, 15, 20):
+                flow.gradient_is_complete(fresh, i, start, stop, 4.0)
+        if step in (6, 15):
+            fresh[i][start:stop] = 7.0
+            flow.gradient_is_complete(fresh, i, start, stop, 4.0)
+            fresh[i][start:stop] = gradients[rank][i][start:stop]
+        if step == 19:
+            assert all(flat.residual.isfinite().all() for flat in flow.flats)
+        if flow._ahead and flow._ahead.is_running:
+            passed[step] = flow._ahead._run.num_passed
+        with mock.patch.object(Ahead, "finish", autospec=True, side_effect=Ahead.finish) as finish:
+            result = flow.step(fresh, may_overwrite=True, **settings)
+        passed[step] = passed.get(step, 0) if finish.called else 0
+        assert result.applied == expected[0]
+        compare(flow, simulation, f"step {step}:")
+    if world_size > 1:
+        assert not any(passed[step] for step in (6, 9, 10, 11, 13, 15, 17, 18, 19)) and sum(n > 0 for n in passed.values()) >= 5
+        assert passed[20] == len(flow._ahead._others), passed
+
+
 def case_steps_without_masks_go_in_pieces(rank, world_size):
     """Pieces of 37 elements or less, which divide neither buffers nor partitions: equal to the simulation, and as many bytes as in one."""
     for settings in ({"dtype": torch.bfloat16}, {"offload": True, "piece": 37}, {"mask_statistic": "first_moment"}):
         counter, problem = Counting(), Problem(world_size, dense_warmup_steps=4, **settings)
-        with mock.patch.object(flow_module, "PIECE", 37):
+        with mock.patch.object(spans, "PIECE", 37):
             flow, _ = run(problem, 7, counter if world_size > 1 else None, rank)
         if world_size == 1:
             continue

@@ -9,8 +9,7 @@ import torch
 
 from ds_scape.cli import estimate
 from ds_scape.kernels import impl_reference
-from ds_scape.optimizer import flow as flow_module
-from ds_scape.optimizer import memory, passage, ranking, workspace
+from ds_scape.optimizer import memory, passage, ranking, spans, workspace
 from ds_scape.sync import mask as masks
 from ds_scape.sync import sparse_reduce
 from ds_scape.sync.partition import Layout, TensorSlot, flat_layout
@@ -191,7 +190,7 @@ def peaks(world_size, offload, density, may_overwrite, piece=PIECE):
     problem = Problem(world_size, dtype=torch.bfloat16, shapes=SHAPES, densities=(density,) * 3, offload=offload, piece=piece)
     gradients, echo = [problem.gradient(0, step) for step in range(1, 4)], Echo(world_size)
     problem.piece = passage.piece_for(sum(gradient.numel() for gradient in gradients[0]), piece)
-    with mock.patch.object(flow_module, "PIECE", piece), mock.patch.object(impl_reference, "LANES", CHUNK), mock.patch.object(
+    with mock.patch.object(spans, "PIECE", piece), mock.patch.object(impl_reference, "LANES", CHUNK), mock.patch.object(
             sparse_reduce, "ON_CPU", 1 << 8), mock.patch.object(ranking, "SLICE", SLICE):
         flow = problem.flow(echo, 0)
         echo.make_masks(flow)

@@ -185,7 +185,7 @@ def test_nonfinite_gradient_skips_the_step(caplog):
     ({"offload": "yes"}, "offload = 'yes'"),
     ({"offload": {"residual": "gpu"}}, "offload.residual = 'gpu'"),
     ({"offload": {"buffers": 1}}, "offload.buffers = 1: input should be greater than or equal to 2"),
-    ({"offload": {"bufers": 2}}, "offload.bufers: unknown field (known: residual, buffers, pin_memory)"),
+    ({"offload": {"bufers": 2}}, "offload.bufers: unknown field (known: residual, buffers, pin_memory, ahead)"),
     ({"values_dtype": "fp16"}, "values_dtype = 'fp16'"),
     ({"dense_warmup_steps": -1}, "dense_warmup_steps = -1"),
 ])

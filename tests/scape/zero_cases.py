@@ -4,6 +4,7 @@ import json
 import logging
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import deepspeed
 import torch
@@ -12,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import ds_scape
+from ds_scape.optimizer.ahead import Ahead
 from ds_scape.optimizer.zero_adapter import ScapeZeroOptimizer
 from ds_scape.sync.traffic import step_bytes
 from tests.helpers.bits import assert_same_bits
@@ -204,8 +206,16 @@ def case_optimizer_offload(rank, world_size):
 
 
 def case_residual_offload(rank, world_size):
+    """Also behind the backward pass: of tied weights the last gradient counts, of unused ones none comes."""
     engine = initialize(settings(2, optimizer={"params": {"offload": True}}))
     train_beside_simulation(engine, STEPS)
+    engine.destroy()
+    engine = initialize(settings(1, optimizer={"params": {"offload": {"ahead": True}}}, accumulation=2))
+    ahead = engine.optimizer.flow._ahead
+    assert (ahead is not None) == (world_size > 1)
+    with mock.patch.object(Ahead, "finish", autospec=True, side_effect=Ahead.finish) as finish:
+        train_beside_simulation(engine, STEPS)
+    assert ahead is None or finish.call_count > STEPS // 2
     engine.destroy()
 
 

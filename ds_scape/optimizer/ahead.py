@@ -1,0 +1,137 @@
+"""The residuals' pass behind the backward pass, as far as it goes there: as if nothing were clipped.
+
+How much a gradient counts is known only when the norm is, after the backward pass. But mostly nothing is clipped, and then it is known
+before. So where there is host memory for the residuals twice, those of the other ranks' partitions pass while gradients are still being
+made: in place of what is there, the other memory is written, and if it turns out wrong (a norm above the limit, a gradient that is not
+finite, one that comes a second time) the step takes the old residuals as if nothing had happened. Same bits, either way.
+"""
+import bisect
+import contextlib
+
+import torch
+
+from ds_scape.optimizer.passage import host_zeros
+
+
+def ahead_for(flow) -> "Ahead | None":
+    """For a flow whose settings ask for it, if it has masks, other ranks and residuals in host memory."""
+    is_asked_for = flow._passage is not None and flow.params.offload.ahead
+    return Ahead(flow) if is_asked_for and flow.layout.world_size > 1 and flow.layout.has_masks else None
+
+
+class _Run:
+    """One step's pass: what it sends, which gradients are still to come, the piece that is on the device."""
+
+    def __init__(self, fresh, factor: float, left: list[int]):
+        self.fresh, self.factor, self.left = fresh, factor, left
+        self.seen, self.completed, self.num_passed = set(), [i for i, num in enumerate(left) if not num], 0
+        self.positions = self.exchanged = self.passing = self.held = self.settled = self.kept = None
+
+
+class Ahead:
+    """Of one flow: see ahead_for()."""
+
+    def __init__(self, flow):
+        rank, layouts, device = flow.transport.rank, flow.layout.flats, flow._device
+        self._flow = flow
+        self._others = [piece for piece in flow._partitions if piece[0].owner != rank]
+        self._own = flow._partitions[len(self._others):]
+        self._order = list(reversed(range(len(self._others))))      # in which gradients were complete the last time
+        self._sizes = [sum(max(0, min(stop, s.stop) - max(start, s.start)) for i, owner, start, stop in piece
+                           for s in layouts[i].segments[owner]) for piece in self._others]
+        self._places = [sorted((span.owner * flat.partition_numel + span.start, span.numel, number) for number, piece in enumerate(
+            self._others) for span in piece if span.flat == i) for i, flat in enumerate(layouts)]
+        self._spares = [host_zeros(flat.stored_residual.numel(), flat.stored_residual.dtype, device, flow.params.offload.pin_memory)
+                        for flat in flow.flats]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._run, self._is_void, self.is_wanted = None, False, True
+
+    @property
+    def is_running(self) -> bool:
+        return self._run is not None
+
+    def pieces(self) -> list[list]:
+        """In the order in which they pass."""
+        return [self._others[i] for i in self._order] + self._own
+
+    def complete(self, fresh: list[torch.Tensor], flat: int, start: int, stop: int, factor: float) -> None:
+        """What lies at [start, stop) of a gradient buffer, a whole tensor, is final, and counts ``factor`` times if nothing is clipped."""
+        if self._is_void or not self.is_wanted:
+            return
+        if self._run is None:
+            self._begin(fresh, factor)
+        run = self._run
+        if (flat, start) in run.seen:
+            self._is_void = True
+            return
+        run.seen.add((flat, start))
+        places = self._places[flat]
+        for begin, numel, number in places[max(0, bisect.bisect_right(places, (start, float("inf"))) - 1):]:
+            if begin >= stop:
+                break
+            overlap = min(stop, begin + numel) - max(start, begin)
+            if overlap > 0:
+                run.left[number] -= overlap
+                if not run.left[number]:
+                    run.completed.append(number)
+        while run.num_passed < len(self._order) and not run.left[self._order[run.num_passed]]:
+            with self._beside():
+                _, values, cuts = run.exchanged
+                for span, residual, _ in run.held:
+                    lo, hi = cuts.get(span, (span.start, span.stop))
+                    index = run.positions.of[span.owner][span.flat]
+                    self._flow._enter(span, residual, run.fresh, factor, None if index is None else index[lo:hi],
+                                      values[span.owner][span.flat][lo:hi], None)
+                run.num_passed, run.held = run.num_passed + 1, next(run.passing, None)
+
+    def _begin(self, fresh, factor) -> None:
+        flow, run = self._flow, _Run(fresh, factor, list(self._sizes))
+        run.kept = flow._arriving               # its memory belongs to the stream that goes on meanwhile
+        with self._beside():
+            run.positions, run.settled = flow._peek_positions(), flow._passage.num_settled
+            run.exchanged = run.positions.to_be_sent(flow._partitions, flow.layout, flow._wire, flow._device)
+            run.passing = flow._through(self.pieces(), targets=self._spares)
+            run.held = next(run.passing, None)
+        self._run = run
+
+    @contextlib.contextmanager
+    def _beside(self):
+        """What is queued here comes after all that the current stream has been given, which does not wait for it."""
+        if self._stream is None:
+            yield
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self._flow._device))
+            with torch.cuda.stream(self._stream):
+                yield
+
+    def join(self) -> None:
+        """The current stream goes on after all that was queued beside it."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._flow._device).wait_stream(self._stream)
+
+    def take(self, factor: float) -> _Run | None:
+        """What has passed already, if it was right."""
+        run, is_void = self._run, self._is_void
+        if run is None or is_void or run.factor != factor or run.settled != self._flow._passage.num_settled:
+            self.drop()
+            return None
+        return run
+
+    def rest(self, run: _Run):
+        """Yields the pieces that have not passed, the own ones at the end."""
+        if run.held is not None:
+            yield run.held
+            yield from run.passing
+
+    def finish(self, run: _Run) -> None:
+        """All have passed: the other memory is the residuals' from now on."""
+        for i, flat in enumerate(self._flow.flats):
+            flat.stored_residual, self._spares[i] = self._spares[i], flat.stored_residual
+        self._order = run.completed + [i for i in self._order if i not in set(run.completed)]
+        self.drop()
+
+    def drop(self) -> None:
+        """There is nothing under way any more."""
+        if self._run is not None:
+            self._run.passing.close()
+        self._run, self._is_void = None, False

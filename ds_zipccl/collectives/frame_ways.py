@@ -96,7 +96,8 @@ class Ways:
         whole_bytes, ratio = known.whole_bytes, known.ratio
         router, call, self.against = self._runtime.router, self._example(slots[0].dtype), None
         if router.wanted:
-            self.transport, self.against = router.for_rows(call, self._state)
+            if self.transport is None or not self.transport.is_open:
+                self.transport, self.against = router.for_rows(call, self._state)
             self.against = self.against or self._reason_against(known)
             if self.against is None:
                 return ONE_SIDED

@@ -151,14 +151,19 @@ class SymmetricTransport:
     def gather_rows(self, rows: list[Row]) -> SymmetricWork | None:
         """Every row's ``out`` from all ranks' data. The ranks' rows are of the same kinds in the same order; frames and data must stay as
         they are until the call is done."""
-        rows = [rows[i] for i in in_turn([row.data.nbytes for row in rows])]
-        made = (ctypes.c_void_p * len(rows))(*(None if row.frame is None else row.frame.data_ptr() for row in rows))
-        places = (Place * len(rows))(*((row.data.data_ptr(), row.out.data_ptr(), row.out.stride(0) * row.out.element_size())
-                                       for row in rows))
-        outs = {row.out.untyped_storage().data_ptr(): row.out for row in rows}
-        others = [t for row in rows for t in (row.data, row.frame) if t is not None]
-        return self._run(plan_of_rows(tuple(row.kind for row in rows), self.world_size, self._room), 0, 0, 0, 0, tuple(outs.values()),
-                         made=made, places=places, others=others)
+        if len(rows) > 1:
+            rows = [rows[i] for i in in_turn([row.data.nbytes for row in rows])]
+        made, places, outs, others, kinds = [], [], {}, [], []
+        for row in rows:
+            data, out, geometry, frame, _ = row
+            made.append(None if frame is None else frame.data_ptr())
+            places.append((data.data_ptr(), out.data_ptr(), out.stride(0) * geometry.itemsize))
+            whole = out if out._base is None else out._base
+            outs[id(whole)] = whole
+            others += (data, frame)
+            kinds.append(row.kind)
+        return self._run(plan_of_rows(tuple(kinds), self.world_size, self._room), 0, 0, 0, 0, tuple(outs.values()),
+                         made=(ctypes.c_void_p * len(rows))(*made), places=(Place * len(rows))(*places), others=others)
 
     def all_to_all(self, out: torch.Tensor, data: torch.Tensor) -> SymmetricWork | None:
         """``out``, ``data`` [world_size * n], equal pieces; they must not overlap."""
@@ -189,6 +194,10 @@ class SymmetricTransport:
             streams.keep(t)
         if tensors:
             self._kept[call] = (), others
+
+    @property
+    def is_open(self) -> bool:
+        return not self._ended
 
     def is_done(self, call: int) -> bool:
         return self._ended or self._engine.is_done(call)

@@ -24,10 +24,10 @@ struct Place {
 };
 
 // A call. For rank r: the row at `rows` + r * row_stride goes there, its row comes to `out` + r * out_stride (strides may be 0), or into the
-// sum `out` in rank order with `own`, this rank's row (null: no sum). `num_lanes` > 0: frames are made here and moved by the copy engines,
-// on so many streams (1 or 2) in turns; 0: encode writes them to the peers. `made`: the parts' frames, null where there is none (or for all).
-// `places`: of the parts, instead of rows, out and the copy, which is then each part's (or null). `num_senders` > 0: kernels with so many
-// CTAs carry the messages, and `num_receivers` decode them, `num_groups` of their groups in one go (carried.h; num_lanes > 0 then).
+// sum `out` in rank order with `own`, this rank's row (null: no sum). Copy engines move frames on `num_lanes` streams (1 or 2) in turns.
+// `made`: the parts' frames, null where there is none (or for all). `places`: of the parts, instead of rows, out and the copy, which is then
+// each part's (or null). `num_senders` > 0: kernels with so many CTAs carry the messages, and `num_receivers` decode them, `num_groups` of
+// their groups in one go (carried.h).
 struct Exchange {
     const u8* rows;
     i64 row_stride;
@@ -88,7 +88,7 @@ struct Engine {
     Place place_of(const Part* p) const {
         return x.places ? x.places[p - x.parts] : Place{x.rows + p->start, x.out + p->start, x.out_stride};
     }
-    bool has_frames(const Part* p) const { return x.num_lanes && !p->as_it_is && !(x.made && x.made[p - x.parts]); }
+    bool has_frames(const Part* p) const { return !p->as_it_is && !(x.made && x.made[p - x.parts]); }
     i64 region_bytes(const Part* p) const {
         return p->num_slots * p->slot_bytes + (has_frames(p) ? p->num_frames * p->frame_stride : 0);
     }

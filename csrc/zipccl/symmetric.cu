@@ -95,20 +95,13 @@ int send(Engine* e) {
     t.overflows = e->overflows + lane * kMaxRanks;
     t.slot = e->own_row(m.offset, p.slot_bytes), t.raw_bytes = p.raw_bytes;
     t.rows = e->place_of(&p).row, t.row_stride = x.row_stride, t.frame_stride = same ? 0 : p.frame_stride, t.as_it_is = (u32)p.as_it_is;
-    if (x.num_lanes) t.frames = made ? made : e->memory() + e->row_0(m.offset + p.num_slots * p.slot_bytes, t.frame_stride);
-    if (!x.num_lanes) {
-        for (u32 i = 1; i < num_ranks; i++) {
-            const u32 peer = (e->rank() + i) % num_ranks;
-            ZIPCCL_TRY(e->encode(p.geometry, t.rows + peer * x.row_stride, 0, e->nothing.memory[peer] + t.slot, p.slot_bytes, 1, -1, x.status,
-                                 x.workspace, x.stream));
-        }
-    } else if (e->has_frames(&p)) {
-        ZIPCCL_TRY(e->encode(p.geometry, t.rows, x.row_stride, (u8*)t.frames, t.frame_stride, same ? 1 : num_ranks, same ? -1 : (i64)e->rank(),
-                             x.status, x.workspace, x.stream));
-    }
-    if (e->is_behind[lane] || !x.num_lanes || e->has_frames(&p)) ZIPCCL_TRY(after(x.stream, e->made, stream));
+    t.frames = made ? made : e->memory() + e->row_0(m.offset + p.num_slots * p.slot_bytes, t.frame_stride);
+    if (e->has_frames(&p))
+        ZIPCCL_TRY(e->encode(p.geometry, t.rows, x.row_stride, (u8*)t.frames, t.frame_stride, same ? 1 : num_ranks,
+                             same ? -1 : (i64)e->rank(), x.status, x.workspace, x.stream));
+    if (e->is_behind[lane] || e->has_frames(&p)) ZIPCCL_TRY(after(x.stream, e->made, stream));
     e->is_moving[lane] = true, e->is_behind[lane] = false;
-    for (u32 i = 1; x.num_lanes && i < num_ranks; i++) {
+    for (u32 i = 1; i < num_ranks; i++) {
         const u32 peer = (e->rank() + i) % num_ranks;                  // not all to the same one at the same time
         u8* slot = e->nothing.memory[peer] + t.slot;
         ZIPCCL_TRY(p.as_it_is ? copy(slot + kHeaderBytes, t.rows + peer * t.row_stride, p.raw_bytes, stream)

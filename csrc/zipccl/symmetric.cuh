@@ -72,7 +72,7 @@ struct Turn {
     u8* memory[kMaxRanks];                                 // the ranks' symmetric memory
 
     // Tells peers that message `sent` is in the slot at `slot` of their memory; if its frame overflowed, puts the raw row there before that.
-    // Frame and row for rank r are r strides further; `frames`: where they were made, 0: in the slots themselves.
+    // Frame and row for rank r are r strides further; `frames`: where they were made.
     u64 sent;
     u32 sent_lane, as_it_is;                               // as_it_is: there is no frame, and the raw row lies there already
     i64 slot, raw_bytes, frame_stride, row_stride;
@@ -129,8 +129,8 @@ __device__ __forceinline__ void announce(const Turn& t) {
     const u32 i = blockIdx.y, peer = (t.rank + 1 + i) % t.num_ranks;
     u8* slot = t.memory[peer] + t.slot;
     u64* word = arrived_word(t.memory[peer], t.sent_lane, t.rank);
-    const u8* header = t.frames ? t.frames + peer * t.frame_stride : slot;
-    if (t.as_it_is || (((const u32*)header)[kStatusOffset / 4] & kOverflowBit) == 0) {
+    const u8* frame = t.frames + peer * t.frame_stride;
+    if (t.as_it_is || (((const u32*)frame)[kStatusOffset / 4] & kOverflowBit) == 0) {
         if (blockIdx.x || threadIdx.x) return;
         if (t.as_it_is) *(volatile u32*)(slot + kStatusOffset) = kOverflowBit;
         fence_all();

@@ -25,11 +25,11 @@ from ds_zipccl.kernels.symmetric_calls import Exchange, Place
 from zipscape.errors import ZipScapeError
 
 NUM_LANES = 2               # streams on which copy engines take turns: one begins while another ends
-MAX_STORED_BYTES = 32 << 20                                # of a row that encode writes to the one peer, rather than copy engines
 # Of a rank's rows that kernels carry rather than copy engines; of those whose frames are made beforehand. They need a third of the host's
 # calls, but of 512 MiB between two H200s they reach 270 GB/s, copy engines 340.
 MAX_CARRIED_BYTES, MAX_CARRIED_MADE_BYTES = 32 << 20, 128 << 20
-NUM_SENDERS, RECEIVERS_PER_MULTIPROCESSOR, NUM_GROUPS = 128, 4, 1        # CTAs of a kernel that carries; what a receiver decodes in one go
+NUM_SENDERS, RECEIVERS_PER_MULTIPROCESSOR = 128, 4         # CTAs of a kernel that carries
+NUM_GROUPS = 1              # of blocks that a receiver decodes in one go: 2 and 4 are no faster
 MAX_RANKS = 64              # of a group: its words have room for no more (kMaxRanks)
 MAX_KEPT = 32               # calls at most whose tensors are kept until they are done: beyond, the oldest is joined
 KEPT_UNASKED = 4            # who looks which are done calls CUDA: only once in so many
@@ -71,7 +71,7 @@ class SymmetricTransport:
     """One group's. All ranks must make the same calls in the same order; tensors are flat, of one of the codec's dtypes. Calls return None
     on all ranks, and do nothing, where the memory has no room for a tile of each row.
 
-    Made by ``open_transport``. ``first_bytes``, ``largest_bytes``, ``stored_bytes``, ``carried_bytes``, ``carried_made_bytes``,
+    Made by ``open_transport``. ``first_bytes``, ``largest_bytes``, ``carried_bytes``, ``carried_made_bytes``,
     ``num_lanes``, ``num_senders``, ``num_groups``: see the constants; ``num_receivers``: CTAs, of all transports of the device.
     """
 
@@ -83,7 +83,7 @@ class SymmetricTransport:
         self._status_at = self._status.data_ptr()
         self._num_calls, self._ended = 0, False
         self._kept: dict[int, tuple] = {}                   # tensors by call, of those that may not be done
-        self.first_bytes, self.largest_bytes, self.stored_bytes = FIRST_PART_BYTES, LAST_PART_BYTES, MAX_STORED_BYTES
+        self.first_bytes, self.largest_bytes = FIRST_PART_BYTES, LAST_PART_BYTES
         self.num_lanes, self.spill_per_tile = NUM_LANES, DEFAULT_SPILL_PER_TILE
         self.carried_bytes, self.carried_made_bytes = MAX_CARRIED_BYTES, MAX_CARRIED_MADE_BYTES
         self.num_senders, self.num_receivers = NUM_SENDERS, RECEIVERS_PER_MULTIPROCESSOR * _num_multiprocessors(device)
@@ -113,9 +113,8 @@ class SymmetricTransport:
         if copy[0] == copy[1]:
             copy = (0, 0, 0)
         is_carried = cut.raw_bytes <= (self.carried_bytes if made is None else self.carried_made_bytes)
-        is_stored = self.world_size == 2 and not is_carried and not places and cut.num_parts == 1 and cut.raw_bytes <= self.stored_bytes
         workspace = self._workspace(stream, cut.words) if cut.words else 0
-        self._engine.run(Exchange(rows, row_stride, out, out_stride, own, *copy, 0 if is_stored else self.num_lanes, cut.num_parts,
+        self._engine.run(Exchange(rows, row_stride, out, out_stride, own, *copy, self.num_lanes, cut.num_parts,
                                   cut.parts, made, places, self._status_at, workspace, stream,
                                   self.num_senders if is_carried else 0, max(1, self.num_receivers // len(self._open_here)),
                                   self.num_groups))

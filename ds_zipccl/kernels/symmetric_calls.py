@@ -22,8 +22,8 @@ class Place(ctypes.Structure):
 
 
 class Exchange(ctypes.Structure):
-    """A call (symmetric.cu has the meaning). Addresses are of device memory, ``stream`` is a cudaStream_t; ``num_lanes`` 0: frames are not
-    copied but encoded into the peers' memory; ``num_senders`` more than 0: kernels carry them, unless a part has too many tiles."""
+    """A call (symmetric.cu has the meaning). Addresses are of device memory, ``stream`` is a cudaStream_t; ``num_senders`` more
+    than 0: kernels carry frames, unless a part has too many tiles."""
     _fields_ = [("rows", _P), ("row_stride", _I), ("out", _P), ("out_stride", _I), ("own", _P), ("copy_to", _P), ("copy_from", _P),
                 ("copy_bytes", _I), ("num_lanes", _I), ("num_parts", _I), ("parts", ctypes.POINTER(Part)), ("made", ctypes.POINTER(_P)),
                 ("places", ctypes.POINTER(Place)), ("status", _P), ("workspace", _P), ("stream", _P),

@@ -19,8 +19,8 @@ from zipscape.op_builder.zipccl import ZIPCCL_CUDA, ZIPCCL_SYMMETRIC
 
 BITS = {2: torch.int16, 4: torch.int32}
 CARRIED = 10                                               # and so many lanes: messages are carried by kernels
-LANES = pytest.mark.parametrize("num_lanes", [0, 1, 2, CARRIED + 1, CARRIED + 2],
-                                ids=["stored", "1_lane", "2_lanes", "carried", "carried_2_lanes"])
+LANES = pytest.mark.parametrize("num_lanes", [1, 2, CARRIED + 1, CARRIED + 2],
+                                ids=["1_lane", "2_lanes", "carried", "carried_2_lanes"])
 NUM_SENDERS, NUM_RECEIVERS = 3, 5                          # CTAs: fewer than there are pieces
 FIRST, LARGEST = TILE_ELEMS * 2, 2 * TILE_ELEMS * 2        # parts of one and two tiles of BF16
 TIMEOUT_NS = 10_000_000                                    # of the emulated clock, which moves when it is read

@@ -142,7 +142,7 @@ def _second_unsplit(args):
 
 
 #: Method -> (op, the input in its positional arguments, None: not a call of one tensor), for a look before everything else. Arguments of
-#: other forms lead anywhere: what then is known to go native does, and is counted by what ``understand`` makes of it.
+#: other forms lead anywhere: what then is known to go native does.
 SINGLE: dict[str, tuple[str, Callable]] = {
     "_allgather_base": ("all_gather_into_tensor", _second), "all_gather_single": ("all_gather_into_tensor", _second),
     "_reduce_scatter_base": ("reduce_scatter_tensor", _second), "reduce_scatter_single": ("reduce_scatter_tensor", _second),

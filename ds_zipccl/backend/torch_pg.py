@@ -40,7 +40,7 @@ class ZipProcessGroup(ProcessGroup):
         self._inner: ProcessGroup | None = None
         self._joined = False
         self._zipccl = torch_session.join(options)
-        self._known = self._zipccl.native_calls.find
+        self._shown, self._number = self._zipccl.known_native, 0           # what goes native, by the inner group's id
         try:
             self._connect(options, native_options)
         except BaseException:
@@ -56,7 +56,7 @@ class ZipProcessGroup(ProcessGroup):
             for device, backend_type, backend in backends:
                 group._register_backend(torch.device(device), backend_type, backend)
         inner._set_group_name(options.group_id)
-        self._inner = inner
+        self._inner, self._number = inner, id(inner)
 
     def _ask(self, method: str, *args, **kwargs) -> dist.Work:
         """A collective: zipped if it may be, else native and counted with the reason."""
@@ -74,12 +74,12 @@ class ZipProcessGroup(ProcessGroup):
         front.count_native(self._zipccl, asked.op, self._inner, asked.num_bytes and (lambda world: asked.num_bytes(rank, world)))
 
     def _count_known(self, known: Known, method: str, args) -> None:
-        """After the launch of a call of one tensor, in whatever form, which was to go native."""
-        asked = torch_calls.understand(method, args, {})
-        if self._coalescing or not self._joined or asked.output is None or not _is_plain(asked.output):
-            self._count_native(asked)
+        """After the launch of a call of one tensor which was to go native."""
+        if self._coalescing or not self._joined:
+            self._count_native(torch_calls.understand(method, args, {}))
         else:
-            known.add(asked.fields.get("reduce_op"), asked.fields.get("root"))
+            known.add(None if known.count_other is None else getattr(args[-1], "reduceOp", None),
+                      None if known.rank is None else getattr(args[-1], "rootRank", None))
 
     def _call(self, asked: torch_calls.Asked) -> Call | None:
         output, data = asked.output, asked.input
@@ -160,12 +160,13 @@ def _single(name: str, op: str, data_of):
     """A method that is mostly of one tensor: known to go native, it does before anything else is done."""
 
     def method(self, *args, **kwargs):
-        try:
-            data = None if kwargs else data_of(args)
-        except (IndexError, TypeError):                 # short forms
-            data = None
-        if type(data) in _PLAIN:
-            known = self._known(op, data, self._inner)
+        table = self._shown.get(self._number)
+        if table is not None and not kwargs:
+            try:
+                data = data_of(args)
+                known = table.get((op, data.numel(), data.dtype, data.is_cuda)) if type(data) in _PLAIN else None
+            except (IndexError, TypeError):             # short forms
+                known = None
             if known is not None:
                 work = getattr(self._inner, name)(*args)
                 self._count_known(known, name, args)

@@ -21,6 +21,7 @@ MAX_KNOWN = 4096                    # of a group
 #: Reasons that follow from what keys hold, the settings and the switch's costs.
 LASTING = frozenset({"world_size_1", "never", "dtype", "device", "reduce_op", "min_bytes", "no_gain", "native_is_faster",
                      "deterministic_reduce"})
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 #: Of these, what holds of any reduction: the others are asked for only where it could be zipped.
 OF_ANY_REDUCTION = frozenset({"world_size_1", "never", "dtype", "device"})
 
@@ -40,16 +41,16 @@ class Known:
     def add(self, reduce_op=None, root: int | None = None) -> None:
         """Counts such a call, for the switch too; to be called after its launch."""
         raw_bytes = self.raw_bytes if self.rank is None or self.rank == root else 0
-        if self.count_other is not None and not _is_summed(reduce_op):
+        if reduce_op is not None and reduce_op is not SUM and self.count_other is not None and reduce_op != SUM and reduce_op != AVG:
             self.count_other(raw_bytes)
             return
-        self.count.add(raw_bytes)
-        if self.measured is not None:
-            self.measured.count(self.reprobe_calls)
-
-
-def _is_summed(reduce_op) -> bool:
-    return reduce_op is None or reduce_op is dist.ReduceOp.SUM or reduce_op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        count, measured = self.count, self.measured
+        count.num_calls += 1
+        count.num_bytes += raw_bytes
+        if measured is not None:
+            measured.num_calls += 1
+            if measured.num_calls >= measured.quiet_until:
+                measured.forget_native()
 
 
 def signature(call: Call) -> tuple | None:
@@ -123,7 +124,7 @@ class NativeCalls:
         if len(table) >= MAX_KNOWN:
             table.clear()
         if measured is not None:
-            measured.known_native = table
+            measured.remember_native(table, self._reprobe_calls)
         if reason == "reduce_op":                       # others of this size may be zipped
             key = *key, call.reduce_op
         others = reason in OF_ANY_REDUCTION or reason == "reduce_op" or call.reduce_op is None

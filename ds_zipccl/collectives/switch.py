@@ -53,7 +53,7 @@ class Choice(NamedTuple):
         if (measured.costs is not self.costs or (None if capacity is None else capacity.spill_per_tile) != self.spill
                 or measured.ways.get(self.size) != self.way or len(measured.ways) >= MAX_SIZES or measured.is_due_next(reprobe_calls)):
             return False
-        measured.count(reprobe_calls)
+        measured.count()
         return True
 
 
@@ -67,7 +67,7 @@ class PairsChoice(NamedTuple):
         measured = self.measured
         if measured.costs is not self.costs or measured.is_due_next(reprobe_calls):
             return False
-        measured.count(reprobe_calls)
+        measured.count()
         return True
 
 
@@ -89,13 +89,14 @@ class Measured:
     """What the switch knows of one collective and dtype on a group.
 
     ``num_calls``: that were eligible. ``ways``: of sizes that were not native last time: what all ranks carried out together.
-    ``known_native``: what goes native by these costs, among others of the group; emptied by all that may change that.
+    ``quiet_until``: so many calls, after which the next one may have to measure.
     """
+    __slots__ = ("_costs", "num_calls", "ways", "quiet_until", "_known_native", "_gains")
 
     def __init__(self, costs: Costs | None = None, num_calls: int = 0):
         self._costs, self.num_calls = costs, num_calls
         self.ways: dict[tuple, str] = {}
-        self.known_native: dict | None = None
+        self.quiet_until, self._known_native = math.inf, None
         self._gains: tuple[Costs | None, dict[tuple, dict]] = (None, {})           # found with these costs
 
     @property
@@ -105,19 +106,29 @@ class Measured:
     @costs.setter
     def costs(self, costs: Costs | None) -> None:
         self._costs = costs
-        if self.known_native:
-            self.known_native.clear()
+        self.forget_native()
 
-    def count(self, reprobe_calls: int) -> None:
+    def remember_native(self, table: dict, reprobe_calls: int) -> None:
+        """``table``: what is known to go native, by these costs among others; it is emptied by all that may change that."""
+        self._known_native = table
+        if reprobe_calls:
+            self.quiet_until = self.num_calls + reprobe_calls - 1 - self.num_calls % reprobe_calls
+
+    def forget_native(self) -> None:
+        self.quiet_until = math.inf
+        if self._known_native is not None:
+            self._known_native.clear()
+
+    def count(self) -> None:
         """A call."""
         self.num_calls += 1
-        if self.known_native and self.is_due_next(reprobe_calls):
-            self.known_native.clear()
+        if self.num_calls >= self.quiet_until:
+            self.forget_native()
 
     def due(self, reprobe_calls: int) -> bool:
         """Counts a call; whether its costs must be measured first."""
         due = self.is_due_next(reprobe_calls)
-        self.count(reprobe_calls)
+        self.count()
         return due
 
     def is_due_next(self, reprobe_calls: int) -> bool:

@@ -95,7 +95,7 @@ def test_reductions_that_cannot_be_zipped_are_counted_as_such():
     """One look finds them by the sums of their size, which go native too; alone they say nothing of sums."""
     measured = Measured(costs())
     known = knowing(call(op=AR, reduce_op=SUM), reason="native_is_faster", measured=measured)
-    for reduce_op in (SUM, MAX, dist.ReduceOp.AVG, None):
+    for reduce_op in (dist.ReduceOp(SUM), dist.ReduceOp(MAX), dist.ReduceOp.AVG, None):          # torch's backends see such objects
         look(known, call(op=AR, reduce_op=reduce_op)).add(reduce_op)
     assert known._stats.snapshot()[AR]["native_reasons"] == {"native_is_faster": 3, "reduce_op": 1} and measured.num_calls == 3
     known = knowing(call(op=AR, reduce_op=MAX), reason="reduce_op")

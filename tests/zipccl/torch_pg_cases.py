@@ -255,6 +255,43 @@ class _Seen:
         return run
 
 
+def case_what_is_known_to_go_native_is_not_asked_again(rank, world):
+    """And counted by its reduction and root, as the first call is."""
+    SUM, MAX, ours = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.group.WORLD
+    asked, ask = [], ZipProcessGroup._ask
+    data, before = gaussian(6 * world, seed=rank), ds_zipccl.statistics()
+
+    def since(op: str, key: str):
+        now, then = (row.get(op, {}).get(key, 0) for row in (ds_zipccl.statistics(), before))
+        return {reason: n - (then or {}).get(reason, 0) for reason, n in now.items()} if isinstance(now, dict) else now - then
+
+    ZipProcessGroup._ask = lambda self, method, *args, **kwargs: (asked.append(method), ask(self, method, *args, **kwargs))[1]
+    try:
+        for op in (SUM, MAX, SUM, SUM, MAX):
+            mine, native = data.clone(), data.clone()
+            dist.all_reduce(mine, op)
+            dist.all_reduce(native, op, group=native_group())
+            assert_same_bits(mine, native, op)
+        roots = (0, world - 1, 0)
+        for root in roots:
+            mine = data.clone()
+            dist.broadcast(mine, root)
+            assert_same_bits(mine, gaussian(6 * world, seed=root), root)
+        outs = [like(data[:6]) for _ in range(3)]
+        for out in outs:
+            dist.reduce_scatter_tensor(out, data)
+        assert_same_bits(outs[0], outs[2], "reduce_scatter")
+    finally:
+        ZipProcessGroup._ask = ask
+    assert len(asked) == 3, asked
+    assert ours._shown[ours._number]
+    reason = "no_gain" if world > 1 else "world_size_1"
+    wanted = {"no_gain": 3, "reduce_op": 2} if world > 1 else {reason: 5}
+    assert {reason: n for reason, n in since("all_reduce", "native_reasons").items() if n} == wanted
+    assert since("reduce_scatter_tensor", "native_reasons")[reason] == 3
+    assert since("broadcast", "raw_bytes") == data.nbytes * roots.count(rank)
+
+
 def case_only_bytes_are_on_the_wire(rank, world):
     """C50: a NaN checker below us (TORCH_NCCL_NAN_CHECK) sees uint8, whatever NaNs or placeholders the user's tensors hold."""
     if world == 1:

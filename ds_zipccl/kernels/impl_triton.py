@@ -15,7 +15,7 @@ from zipscape.errors import BuildError, describe
 
 # By level: warps and registers of a thread (None: as many as it takes) of the kernels' programs, for an H200. A tile is encoded by one
 # program, as many blocks at a time as that has warps: wide ones where there are too few tiles to fill the GPU.
-LAUNCHES = {1: {"tiles": (16, 64), "many_tiles": (4, 64), "finish": (4, None), "decode": (4, 32), "decode_reduce": (1, 104),
+LAUNCHES = {1: {"tiles": (16, 64), "many_tiles": (4, None), "finish": (4, None), "decode": (4, 32), "decode_reduce": (1, 104),
                 "decode_reduce2": (4, None)},
             2: {"tiles": (32, 64), "many_tiles": (4, 80), "finish": (4, None), "decode": (4, None), "decode_reduce": (1, 112),
                 "decode_reduce2": (4, None)}}

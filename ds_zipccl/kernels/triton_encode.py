@@ -11,7 +11,7 @@ from ds_zipccl.kernels import triton_block as blk
 from ds_zipccl.kernels import triton_level2 as level2
 from ds_zipccl.kernels.triton_block import GROUP_TILES, TILE_ELEMS, u32_at
 from ds_zipccl.kernels.triton_launch import kernel
-from ds_zipccl.kernels.triton_words import ask_l2, begin_in_turn, byte_perm_if, popcount
+from ds_zipccl.kernels.triton_words import begin_in_turn, byte_perm_if, popcount
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def load_chunk(row, chunk, tile_elems, aligned, L: tl.constexpr, DT: tl.constexp
 def encode_chunk(tile, x, chunk, tile_elems, num_blocks, codes_offset, extra_offset, planes_offset, given_lo, L: tl.constexpr,
                  DT: tl.constexpr):
     """Codes L // 32 blocks, but for their escapes. Returns of each lane: its escapes' first four exponents of each half, one a byte (two
-    words), and the numbers of its escapes of both halves and of those before it in its block; of each block [L // 32] the number."""
+    words), and the numbers of its escapes of both halves and of those before it in its block."""
     a, b, c, d = x
     blocks: tl.constexpr = L // 32
     lanes = tl.arange(0, L)
@@ -131,13 +131,13 @@ def encode_chunk(tile, x, chunk, tile_elems, num_blocks, codes_offset, extra_off
     q0, q1 = push_quarter(q0, q1, mask, a, 0, DT)
     n0 = popcount(mask & 0xFFFF)
     n1 = popcount(mask >> 16)
-    return q0, q1, before | n0 << 16 | n1 << 24, block_count
+    return q0, q1, before | n0 << 16 | n1 << 24
 
 
 @triton.jit
 def encode_chunk2(tile, x, chunk, tile_elems, num_blocks, codes_offset, planes_offset, L: tl.constexpr):
     """The same at level 2. Returns what write_streams needs: parts of streams, places in them, whether any lane has raw exponents, and
-    whether any has more than 16 nibbles; and the bytes of each lane's block's stream."""
+    whether any has more than 16 nibbles."""
     a, b, c, d = x
     blocks: tl.constexpr = L // 32
     lanes = tl.arange(0, L)
@@ -162,15 +162,16 @@ def encode_chunk2(tile, x, chunk, tile_elems, num_blocks, codes_offset, planes_o
     blk.store_remainders(planes, block, lane, num_blocks, x[1], 1, L, 1)
     blk.store_remainders(planes, block, lane, num_blocks, x[2], 2, L, 1)
     blk.store_remainders(planes, block, lane, num_blocks, x[3], 3, L, 1)
-    return (parts, places, tl.max(popcount(parts[3]), 0) > 0, tl.max(popcount(parts[2]), 0) > 16), num_bytes
+    return parts, places, tl.max(popcount(parts[3]), 0) > 0, tl.max(popcount(parts[2]), 0) > 16
 
 
 @triton.jit
-def write_streams(to, end, kept, row, start, chunk, L: tl.constexpr):
-    """The streams of a chunk to words ``to`` .. ``to + end``, which were zero; each block's from byte ``start`` on, also a negative one."""
+def write_streams(to, end, kept, row, heads, from_byte, chunk, L: tl.constexpr):
+    """The streams of a chunk to words ``to`` .. ``to + end``, which were zero and hold the tile's from byte ``from_byte`` on."""
     parts, places, any_raw, any_long = kept
     lanes = tl.arange(0, L)
     block, lane = chunk * (L // 32) + lanes // 32, lanes % 32
+    start = earlier_escapes(heads, lane, block, L) - from_byte
     level2.write_stream(to, end, start, parts, places, row + block * 1024 + 8 * lane, any_raw, any_long)
 
 
@@ -198,8 +199,7 @@ def store_spill(row, tile, heads, tile_elems, num_blocks, first, pool, from_byte
         x = level2.fill_absent(load_chunk(row, chunk, tile_elems, False, L, 1), block, lane, tile_elems, lo)
         f0, f1, parts = level2.stream_parts(x, lo, mode, tl.max(mode.to(tl.int32), 0) >= 2, L)
         places, _ = level2.stream_places(f0, f1, parts, L)
-        start = earlier_escapes(heads, lane, block, L) - from_byte
-        write_streams(to, end, (parts, places, tl.max(popcount(parts[3]), 0) > 0, True), row, start, chunk, L)
+        write_streams(to, end, (parts, places, tl.max(popcount(parts[3]), 0) > 0, True), row, heads, from_byte, chunk, L)
 
 
 @triton.jit
@@ -249,54 +249,53 @@ def tiles(x, frames, counts, row_stride: tl.int64, frame_stride: tl.int64, skip:
           last_capacity: tl.int32, last_codes_offset: tl.int32, last_extra_offset: tl.int32, last_planes_offset: tl.int32,
           aligned: tl.int32, L: tl.constexpr, DT: tl.constexpr, LEVEL: tl.constexpr):
     """Grid (tiles, rows without the skipped one). aligned: rows of x start on 16-byte addresses."""
+    begin_in_turn()
     t, index = tl.program_id(0), tl.program_id(1)
     row = index + ((skip >= 0) & (index >= skip)).to(tl.int32)
     last = t == num_tiles - 1
-    source = x + (row.to(tl.int64) * row_stride + t.to(tl.int64) * TILE_ELEMS)
-    if (aligned != 0) & (last == 0):
-        ask_l2(source, TILE_ELEMS * (4 if DT == 3 else 2))
-    begin_in_turn()
     num_blocks = tl.where(last, last_blocks, 32)
     tile_elems = tl.minimum(numel - t.to(tl.int64) * TILE_ELEMS, TILE_ELEMS).to(tl.int32)
     tile = tl.multiple_of(frames + (row.to(tl.int64) * frame_stride + tiles_offset + t.to(tl.int64) * tile_bytes), 16)
+    source = x + (row.to(tl.int64) * row_stride + t.to(tl.int64) * TILE_ELEMS)
     escapes_offset = tl.where(last, last_escapes_offset, escapes_offset)
     capacity = tl.where(last, last_capacity, capacity)
     codes_offset = tl.multiple_of(tl.where(last, last_codes_offset, codes_offset), 128)
     extra_offset = tl.multiple_of(tl.where(last, last_extra_offset, extra_offset), 128)
     planes_offset = tl.multiple_of(tl.where(last, last_planes_offset, planes_offset), 128)
-    blocks: tl.constexpr = L // 32
+    chunks: tl.constexpr = 1024 // L
     lanes = tl.arange(0, L)
+    lane = lanes % 32
 
     slots = tile + escapes_offset
     if LEVEL == 2:
         clear_words(u32_at(slots, 0), capacity // 4, L)
-        tl.debug_barrier()                   # slots are zero
     wide_source = tl.multiple_of(source, 16)
-    total, many = 0, lanes * 0
-    for chunk in range((num_blocks + blocks - 1) // blocks):       # in turn: ``total`` is what the blocks of earlier chunks have
+    many = lanes * 0
+    for chunk in range(chunks):              # in turn: what blocks of earlier chunks have is in their headers by then
         raw = load_chunk(wide_source, chunk, tile_elems, aligned != 0, L, DT)
+        own = chunk * (L // 32) + lanes // 32
         if LEVEL == 2:
-            kept, num_bytes = encode_chunk2(tile, raw, chunk, tile_elems, num_blocks, codes_offset, planes_offset, L)
-            counts_of_blocks = tl.max(tl.reshape(num_bytes, (L // 32, 32)), 1)
+            kept = encode_chunk2(tile, raw, chunk, tile_elems, num_blocks, codes_offset, planes_offset, L)
+            tl.debug_barrier()               # the chunk's headers are there, and slots are zero
+            heads = tl.load(u32_at(tile, 16) + lane, mask=lane < tl.minimum((chunk + 1) * (L // 32), num_blocks), other=0)
+            write_streams(slots.to(tl.pointer_type(tl.int32)), capacity // 4, kept, source, heads, 0, chunk, L)
         else:
-            q0, q1, numbers, counts_of_blocks = encode_chunk(tile, raw, chunk, tile_elems, num_blocks, codes_offset, extra_offset,
-                                                             planes_offset, given_lo, L, DT)
-        ends = total + tl.cumsum(counts_of_blocks, 0)
-        start = blk.of_lanes(ends - counts_of_blocks, L)
-        total = tl.max(ends, 0)
-        if LEVEL == 2:
-            write_streams(slots.to(tl.pointer_type(tl.int32)), capacity // 4, kept, source, start, chunk, L)
-        else:
+            q0, q1, numbers = encode_chunk(tile, raw, chunk, tile_elems, num_blocks, codes_offset, extra_offset, planes_offset, given_lo,
+                                           L, DT)
+            tl.debug_barrier()
+            heads = tl.load(u32_at(tile, 16) + lane, mask=lane < tl.minimum((chunk + 1) * (L // 32), num_blocks), other=0)
             n0, n1 = (numbers >> 16) & 0xFF, numbers >> 24
-            place = start + (numbers & 0xFFFF)
+            place = earlier_escapes(heads, lane, own, L) + (numbers & 0xFFFF)
             store_bytes(slots, place, capacity, q0, n0)
             store_bytes(slots, place + n0, capacity, q1, n1)
             many = tl.maximum(many, tl.maximum(n0, n1))
 
-    if LEVEL != 2:
+    tl.debug_barrier()                       # block headers, and codes, are read again
+    i = tl.arange(0, 32)
+    total = tl.sum((tl.load(u32_at(tile, 16) + i, mask=i < num_blocks, other=0) >> 16).to(tl.int32), 0)
+    if LEVEL == 1:
         if tl.max(many, 0) > 4:
-            tl.debug_barrier()               # block headers and codes are read again
-            heads = tl.load(u32_at(tile, 16) + lanes % 32, mask=lanes % 32 < num_blocks, other=0)
+            heads = tl.load(u32_at(tile, 16) + lane, mask=lane < num_blocks, other=0)
             store_escapes_of_codes(source, tile, heads, codes_offset, 0, num_blocks, slots, 0, capacity, L, DT)
         at = total
         while at < capacity:

@@ -27,15 +27,6 @@ def begin_in_turn():
 
 
 @triton.jit
-def ask_l2(start, SIZE: tl.constexpr):
-    """Asks L2 for SIZE bytes from the pointer ``start`` on, both multiples of 16: a hint, which may come before begin_in_turn."""
-    if PTX >= 90:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; "
-            "mov.b32 $0, 0; }", "=r,l,r", [start.to(tl.int64), SIZE], tl.int32, False, 1)
-
-
-@triton.jit
 def _digit(a, b, DIGIT: tl.constexpr):
     if DIGIT < 4:
         return (a >> (8 * DIGIT)) & 0xFF

@@ -105,9 +105,9 @@ class Flow:
                 self._ahead.is_wanted = factor == 1.0 / loss_scale      # mostly the next step is like this one
         if not self.is_dense(step + 1):
             if self._ages_pass and early is None and left is None:
-                pieces = [[span] for group in self._groups for span in group.pieces]
-                chosen = ranking.choose_passing(self._groups, self._through(pieces, write_back=False), self.flats, self.num_steps, space,
-                                                self.kernels)
+                ways = ranking.ways(self._groups, space, self.flats[0].stored_residual.element_size())
+                passing = self._through([[span] for _, span, _ in ways], write_back=False)
+                chosen = ranking.choose_passing(ways, passing, self.flats, self.num_steps, space, self.kernels)
             else:
                 chosen = self._choose(early or left, early is not None, space)
             self._start_mask(chosen, positions)

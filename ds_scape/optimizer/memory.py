@@ -127,6 +127,7 @@ class _Space:
 
     def __init__(self, layout: Layout, gradient_bytes: int, lent: bool):
         self._rooms, self._ranks = Rooms(), layout.world_size
+        self.lends = lent
         self._sizes = [gradient_bytes * flat.partition_numel for flat in layout.flats if lent]
         self._starts = starts_of([size * self._ranks for size in self._sizes])
         self.mark, self.release = self._rooms.mark, self._rooms.release
@@ -193,8 +194,12 @@ def _ranking_bytes(layout: Layout, rank: int, sizes: Sizes, space: _Space, piece
     most += 3 * min(slice_, layout.mask_numel)
     for group in ranking.groups(layout.flats, rank, _coordinates(layout, sizes, piece)):
         mark = space.mark()
-        held = space.take(sizes.residual * group.numel if len(group.pieces) > 1 else 0, tight=sizes.residual)[0]
-        if ranking.is_in_slices(group, lambda *wanted: not space.spilled(*wanted)):
+        is_too_large = space.lends and ranking.is_too_large(group, lambda *wanted: not space.spilled(*wanted), sizes.residual)
+        is_kept = len(group.pieces) > 1 and not is_too_large
+        held = space.take(sizes.residual * group.numel if is_kept else 0, tight=sizes.residual)[0]
+        if is_too_large:
+            needed = ranking.DIGIT_BYTES + ranking.SLICE_BYTES * min(slice_, group.numel)
+        elif ranking.is_in_slices(group, lambda *wanted: not space.spilled(*wanted)):
             needed = held + ranking.SLICE_BYTES * min(slice_, group.numel)
         else:
             needed = held + space.spilled(group.numel, ranking.notes_bytes(group.numel, len(group.segments))) + 3 * min(slice_, group.numel)

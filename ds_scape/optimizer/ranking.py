@@ -20,6 +20,11 @@ SLICE_BYTES = 16
 TILE, TILE_BYTES, SEGMENT_BYTES = 512, 67 * 4, 33 << 10
 
 
+#: Of a key that is settled at a time where everything has to pass for it, and what this needs in bytes.
+DIGIT_BITS, DIGIT_BYTES = 11, 5 << 14
+_INT = {4: torch.int32, 8: torch.int64}
+
+
 class Group(NamedTuple):
     """Neighbouring segments of one partition of one buffer."""
     flat: int
@@ -64,17 +69,35 @@ def fit_beside_the_exchange(layout: Layout, rank: int, residual: int, gradient: 
     return (ranks - 1) * gradient >= residual + age and residual * own + (age + residual + value * ranks) * num <= gradient * ranks * own
 
 
-def choose_passing(of: list[Group], passing, flats: list[FlatState], step: int, space: Workspace, kernels: Kernels) -> torch.Tensor:
+def is_too_large(group: Group, has_room, size: int) -> bool:
+    """Whether there is no room for a group's residuals, of ``size`` bytes each, to lie together."""
+    return len(group.pieces) > 1 and 0 < group.segments[0][2] < group.numel and not has_room(size * group.numel)
+
+
+def ways(of: list[Group], space: Workspace, size: int) -> list[tuple[Group, spans.Span, int | None]]:
+    """What passes for the groups, in order: every piece once (None), or, of those that are too large, once for every digit of a key (which
+    one) and once more to choose."""
+    return [(group, span, digit) for group in of for digit in (range(num_digits(size) + 1) if space.lends and is_too_large(
+        group, space.has_room, size) else (None,)) for span in group.pieces]
+
+
+def choose_passing(ways: list[tuple], passing, flats: list[FlatState], step: int, space: Workspace, kernels: Kernels) -> torch.Tensor:
     """bool, the masks of all buffers that are not full, one after another: per segment as many as are to be chosen. passing: yields for
-    every piece of the groups (span, its residual, which is overwritten, its last synchronisations), on the device of all that is made."""
+    each of the ways (span, its residual, which is overwritten, its last synchronisations), on the device of all that is made."""
     starts, numel, most = {}, 0, slice_for(sum(flat.copies.numel() for flat in flats))
     for i, flat in enumerate(flats):
         starts[i], numel = numel, numel + (0 if flat.layout.is_full else flat.layout.partition_numel)
     bits = torch.zeros(-(-numel // 8), dtype=torch.uint8, device=flats[0].weight.device)
-    mark, by, ways = space.mark(), None, [(group, span) for group in of for span in group.pieces]
-    for (group, span), ((_, residual, last),) in zip(ways, passing, strict=True):
+    mark, by, digits = space.mark(), None, None
+    for (group, span, digit), ((_, residual, last),) in zip(ways, passing, strict=True):
         flat, begin = flats[group.flat], starts[group.flat] + group.start
         kernels.mark_overdue(residual, last, step, flat.max_age)
+        if digit is not None:
+            if digit == 0 and span.start == group.start:
+                digits = Digits(group.segments[0][2], residual)
+            digits.look(residual, flat.square[span.start:span.stop], digit, most, span.stop == group.stop,
+                        lambda at, part, begin=begin - group.start + span.start: put_bits(bits, begin + at, part, most))
+            continue
         if len(group.pieces) == 1:
             by = residual
         elif span.start == group.start:
@@ -111,12 +134,10 @@ def notes_bytes(numel: int, num_segments: int = 1) -> int:
 def choose_in_slices(rank_by: torch.Tensor, square: torch.Tensor, count: int, most: int) -> Iterator[torch.Tensor]:
     """As ops.select for one segment, ``last_sync`` None and 0 < count < n, without room for anything as long as the segment: yields bool,
     slices of ``most``. rank_by [n] is overwritten. The last key that is chosen is found bit by bit; the host does not wait."""
-    keys = rank_by.view(torch.int32 if rank_by.element_size() == 4 else torch.int64)
+    keys = rank_by.view(_INT[rank_by.element_size()])
     sign = torch.iinfo(keys.dtype).min
-    for key, part, q in zip(*(t.split(most) for t in (keys, rank_by, square)), strict=True):
-        is_kept = key & sign
-        part.copy_(impl_reference.score_residual(part, q))
-        key.bitwise_or_(is_kept).bitwise_xor_(sign)             # now they order like integers
+    for key in keys_of(rank_by, square, most):
+        key.bitwise_xor_(sign)                                  # now they order like integers
     parts, last = keys.split(most), keys.new_full((), sign)
     for bit in reversed(range(8 * keys.element_size())):
         larger = last ^ (sign if 1 << bit == -sign else 1 << bit)
@@ -127,6 +148,61 @@ def choose_in_slices(rank_by: torch.Tensor, square: torch.Tensor, count: int, mo
         before = equal.cumsum(0, dtype=torch.int32)
         yield (part > last) | equal & (before <= left)
         left = left - before[-1]
+
+
+def keys_of(rank_by: torch.Tensor, square: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+    """In ``rank_by``'s memory, slice by slice: integers that order, if they had no sign, like what is to be chosen first."""
+    keys = rank_by.view(_INT[rank_by.element_size()])
+    for key, part, q in zip(*(t.split(most) for t in (keys, rank_by, square)), strict=True):
+        is_kept = key & torch.iinfo(key.dtype).min
+        part.copy_(impl_reference.score_residual(part, q))
+        yield key.bitwise_or_(is_kept)
+
+
+def num_digits(size: int) -> int:
+    """Of a key of ``size`` bytes."""
+    return -(-8 * size // DIGIT_BITS)
+
+
+class Digits:
+    """Chooses ``count`` of a segment that never lies together: for each digit of the last key, from the top, all of it passes. The host
+    does not wait."""
+
+    def __init__(self, count: int, like: torch.Tensor):
+        self._left, self._prefix = (torch.full((), num, dtype=torch.int64, device=like.device) for num in (count, 0))
+        self._counts = torch.zeros((1 << DIGIT_BITS) + 1, dtype=torch.int64, device=like.device)         # the last one: of other prefixes
+        self._one, self._width = torch.ones((), dtype=torch.int64, device=like.device), 8 * like.element_size()
+
+    def look(self, rank_by, square, digit: int, most: int, is_end: bool, choose) -> None:
+        """At a part, for a digit: with the last part it is settled. After the last digit choose(start in the part, bool) is called."""
+        top = self._width - digit * DIGIT_BITS
+        bits, at = min(DIGIT_BITS, top), 0
+        for key in keys_of(rank_by, square, most // 2):
+            if digit == num_digits(self._width // 8):
+                choose(at, self._chosen(key))
+            else:
+                found = (key >> top - bits).bitwise_and_((1 << bits) - 1)
+                if digit:
+                    found.masked_fill_((key >> top & (1 << self._width - top) - 1) != self._prefix, 1 << DIGIT_BITS)
+                self._counts.scatter_add_(0, found.to(torch.int64), self._one.expand(len(found)))
+            at += len(key)
+        if is_end and digit < num_digits(self._width // 8):
+            counts = self._counts[:1 << bits].flip(0)
+            sums = counts.cumsum(0)
+            number = (sums < self._left).sum()
+            self._left = self._left - sums.take(number) + counts.take(number)
+            self._prefix = self._prefix << bits | (1 << bits) - 1 - number
+            self._counts.zero_()
+
+    def _chosen(self, key: torch.Tensor) -> torch.Tensor:
+        sign = torch.iinfo(key.dtype).min
+        last = self._prefix.to(key.dtype) ^ sign
+        key.bitwise_xor_(sign)
+        equal = key == last
+        before = equal.cumsum(0, dtype=torch.int32)
+        found = (key > last) | equal & (before <= self._left)
+        self._left = self._left - before[-1]
+        return found
 
 
 def put_bits(bits: torch.Tensor, start: int, chosen: torch.Tensor, most: int) -> None:

@@ -62,12 +62,19 @@ def case_offload(rank, world_size):
 
 
 def case_offload_for_long_enough_that_coordinates_are_overdue(rank, world_size):
-    """In every way to rank: as the residuals pass or once more, by the kernels or without room for them, in slices."""
-    for settings, slice_ in (({"piece": 100}, 64), ({"piece": 60, "dtype": torch.bfloat16}, 40)):
+    """In every way to rank: as the residuals pass or once more, by the kernels or without room for them, in slices, or as they pass again
+    and again."""
+    for piece, dtype, slice_ in ((100, torch.float32, 64), (60, torch.bfloat16, 40), (50, torch.bfloat16, 48)):
         with mock.patch.object(ranking, "SLICE", slice_), mock.patch.object(
-                ranking, "TILE_BYTES", 1 << 20 if slice_ == 40 else ranking.TILE_BYTES):
-            flow, _ = _equal_to_simulation(rank, world_size, 26, densities=(0.2, 0.2, 0.1), offload=True, kernels="best", **settings)
+                ranking, "TILE_BYTES", 1 << 20 if slice_ == 40 else ranking.TILE_BYTES), mock.patch.object(
+                ranking, "is_too_large", functools.partial(is_cut, ranking.is_too_large) if slice_ == 48 else ranking.is_too_large):
+            flow, _ = _equal_to_simulation(rank, world_size, 26, densities=(0.2, 0.2, 0.1), offload=True, kernels="best", piece=piece,
+                                            dtype=dtype)
         assert flow.flats[0].stored_last_sync.device.type == "cpu" and max(int(flat.ages(26).max()) for flat in flow.flats) > 20
+
+
+def is_cut(is_too_large, group, has_room, size):
+    return is_too_large(group, lambda *sizes: False, size)
 
 
 def case_offload_on_streams_that_run_late(rank, world_size):

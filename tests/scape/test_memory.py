@@ -73,7 +73,7 @@ def test_a_small_model_goes_in_small_pieces(world_size):
     whole += memory.kept_bytes(layout)["masks"] + memory.buffer_bytes(layout)
     for peak, bound in zip(steps, (whole, masked, masked), strict=True):
         assert bound - 0.9 * own < peak < bound + small_bytes(flow), (steps, whole, masked)
-    assert steps[0] < layout.numel * 2.3 + 8 * sum(layout.splits(False)) or world_size == 1        # where a tensor is more than a half
+    assert steps[0] < layout.numel * (2.5 if world_size == 1 else 2.3) + 8 * sum(layout.splits(False))
 
 
 def test_gradients_that_are_still_needed_are_left_alone():
@@ -134,11 +134,11 @@ DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9, 0.99)
 #: Numbers of weights: one that much divides, two that nothing does, and small ones.
 @pytest.mark.parametrize("numel", [(4 << 30) - (1 << 20), 3_717_072_867, 1_021_441_894, 300_000_003, 100_000_007, 60_000_000, 20_000_001,
                                    1_000_003])
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8, 64])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8, 64])
 def test_the_designs_bound_holds(world_size, numel):
     """128 MiB + n / 4 + 8 k, at every rank and density, with one matrix alone: the hardest to rank. (Found by this: message and mean that
     lie where they do not fit by a few bytes.)"""
-    for density in DENSITIES:
+    for density in DENSITIES if numel < world_size << 31 else ():
         layout = estimate.layout_of(numel, world_size, density)
         assert most_of(layout) <= memory.design_bytes(layout), density
 
@@ -158,14 +158,13 @@ def test_the_designs_bound_holds_for_many_tensors(shares, num_tensors):
 
 
 def test_where_the_designs_bound_does_not_hold():
-    """As docs/scape.md says: on one rank with a tensor of more than half of all weights; partitions of 2^31 elements; beside AdamS on few
-    ranks."""
+    """As docs/scape.md says: partitions of 2^31 elements; beside AdamS on few ranks."""
 
     def holds(world_size, density, numel=4_000_000_000, beside_adams=False):
         layout = estimate.layout_of(numel, world_size, density)
         return most_of(layout, beside_adams) <= memory.design_bytes(layout)
 
-    assert not any(holds(1, density) for density in (0.001, 0.1, 0.5)) and not holds(2, 0.1, 8_000_000_000)
+    assert not holds(2, 0.1, 8_000_000_000)
     for density, first in BESIDE_ADAMS.items():
         assert [holds(w, density, beside_adams=True) for w in (first - 1, first, 64)] == [False, True, True]
 

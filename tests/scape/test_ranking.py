@@ -21,6 +21,19 @@ def test_slices_choose_what_the_reference_does(dtype, make, overdue):
             reference.mark_overdue(by_sign, last, 100, 40)
             found = torch.cat(list(ranking.choose_in_slices(by_sign, q, count, 64)))
             assert int(found.sum()) == count and torch.equal(found, expected), (n, count)
+            assert torch.equal(digit_by_digit(r, q, last, count), expected), (n, count)
+
+
+def digit_by_digit(r, q, last, count):
+    """In parts of 300, which pass again and again."""
+    digits, found = ranking.Digits(count, r), torch.zeros(len(r), dtype=torch.bool)
+    for digit in range(ranking.num_digits(r.element_size()) + 1):
+        for start in range(0, len(r), 300):
+            part, own = r[start:start + 300].clone(), slice(start, start + 300)
+            reference.mark_overdue(part, last[own], 100, 40)
+            digits.look(part, q[own], digit, 128, start + 300 >= len(r),
+                        lambda at, chosen, start=start: found[start + at:].narrow(0, 0, len(chosen)).copy_(chosen))
+    return found
 
 
 def test_bits_from_anywhere():

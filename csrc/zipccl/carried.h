@@ -9,9 +9,12 @@ namespace carrying {
 
 constexpr u32 kCarryCtas = 8, kCarrySumCtas = 5, kCarrySumRows = 4;      // that must fit on a multiprocessor, of 2-byte elements; rows staged at once
 
-#define ZIPCCL_CARRIER(name, F, ctas, rows, what)                                                                               \
-    extern "C" __global__ void __launch_bounds__(kCarryWarps * 32, (ctas) * 2 / F::kItem) name(const __grid_constant__ Carried m) { \
-        carry<DecodeLevel1<F>, rows, what>(m);                                                                                  \
+// The same of elements of `item` bytes.
+constexpr u32 num_fitting(u32 ctas, i64 item) { return ctas * 2 / (u32)item; }
+
+#define ZIPCCL_CARRIER(name, F, ctas, rows, what)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(kCarryWarps * 32, num_fitting(ctas, F::kItem)) name(const __grid_constant__ Carried m) { \
+        carry<DecodeLevel1<F>, rows, what>(m);                                                                                        \
     }
 #define ZIPCCL_CARRIERS(F, dtype)                                              \
     ZIPCCL_CARRIER(zipccl_carry_##dtype, F, kCarryCtas, 1, kGather)            \
@@ -71,12 +74,20 @@ inline Carried carried_of(const Engine* e, const Message& m) {
     return c;
 }
 
+// Of `wanted` receivers of the smallest kernels. Of larger ones so many fewer that they take no more of a GPU: else two GPUs that are full
+// of receivers, and have no room for what sends, wait for each other.
+inline i64 num_receivers_of(i64 wanted, i64 item, bool is_sum, i64 num_ranks) {
+    const i64 num = wanted * num_fitting(is_sum && num_ranks > 2 ? kCarrySumCtas : kCarryCtas, item) / kCarryCtas;
+    return wanted && !num ? 1 : num;
+}
+
 inline int launch(Engine* e, Carried& c, i64 num_senders, i64 num_receivers, cudaStream_t stream) {
     const i64 num_peers = e->num_ranks() - 1;
     c.num_groups = e->x.num_groups > 0 ? (u32)e->x.num_groups : 1;
     const i64 jobs = c.num_pieces * num_peers;
     const i64 groups = (c.num_pieces - c.num_frames) * (32 / kCarryWarps / c.num_groups) * (e->x.own ? 1 : num_peers);
     if (num_senders > jobs) num_senders = jobs;
+    num_receivers = num_receivers_of(num_receivers, c.frames[0].call.g.itemsize, e->x.own, e->num_ranks());
     if (num_receivers > groups) num_receivers = groups > 1 ? groups : 1;
     c.num_senders = (u32)num_senders;
     for (u32 i = 0; i < c.num_frames; i++)

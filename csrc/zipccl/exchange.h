@@ -26,8 +26,8 @@ struct Place {
 // A call. For rank r: the row at `rows` + r * row_stride goes there, its row comes to `out` + r * out_stride (strides may be 0), or into the
 // sum `out` in rank order with `own`, this rank's row (null: no sum). Copy engines move frames on `num_lanes` streams (1 or 2) in turns.
 // `made`: the parts' frames, null where there is none (or for all). `places`: of the parts, instead of rows, out and the copy, which is then
-// each part's (or null). `num_senders` > 0: kernels with so many CTAs carry the messages, and `num_receivers` decode them, `num_groups` of
-// their groups in one go (carried.h).
+// each part's (or null). `num_senders` > 0: kernels with so many CTAs carry the messages, and `num_receivers`, or fewer if these are large,
+// decode them, `num_groups` of their groups in one go (carried.h).
 struct Exchange {
     const u8* rows;
     i64 row_stride;

@@ -202,6 +202,10 @@ i64 zipccl_symmetric_words_bytes(i64 num_ranks) { return words_bytes(num_ranks);
 i64 zipccl_symmetric_scratch_bytes() { return ((1 + kNumLanes) * kMaxRanks + 1 + kNumLanes) * sizeof(u32); }
 i64 zipccl_symmetric_overflows_bytes() { return kNumLanes * kMaxRanks * sizeof(u32); }
 i64 zipccl_symmetric_max_ranks() { return kMaxRanks; }
+// CTAs that receive, and how many of their kernel fit on a multiprocessor, where a call asks for `wanted` (carried.h).
+i64 zipccl_symmetric_num_receivers(i64 wanted, i64 item, i64 is_sum, i64 num_ranks) {
+    return num_receivers_of(wanted, item, is_sum != 0, num_ranks);
+}
 
 // `memory`: the ranks' symmetric memory of num_bytes each. `encode`: zipccl_cuda_encode.
 int zipccl_symmetric_open(i64 rank, i64 num_ranks, void* const* memory, i64 num_bytes, void* scratch, void* overflows,

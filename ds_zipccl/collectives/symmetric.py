@@ -29,6 +29,7 @@ NUM_LANES = 2               # streams on which copy engines take turns: one begi
 # calls, but of 512 MiB between two H200s they reach 270 GB/s, copy engines 340.
 MAX_CARRIED_BYTES, MAX_CARRIED_MADE_BYTES = 32 << 20, 128 << 20
 NUM_SENDERS, RECEIVERS_PER_MULTIPROCESSOR = 128, 4         # CTAs of a kernel that carries
+RECEIVER_BYTES = 20 << 10   # of shared memory that one of the smallest takes at most; of larger ones there are fewer (carried.h)
 NUM_GROUPS = 1              # of blocks that a receiver decodes in one go: 2 and 4 are no faster
 MAX_RANKS = 64              # of a group: its words have room for no more (kMaxRanks)
 MAX_KEPT = 32               # calls at most whose tensors are kept until they are done: beyond, the oldest is joined
@@ -86,7 +87,7 @@ class SymmetricTransport:
         self.first_bytes, self.largest_bytes = FIRST_PART_BYTES, LAST_PART_BYTES
         self.num_lanes, self.spill_per_tile = NUM_LANES, DEFAULT_SPILL_PER_TILE
         self.carried_bytes, self.carried_made_bytes = MAX_CARRIED_BYTES, MAX_CARRIED_MADE_BYTES
-        self.num_senders, self.num_receivers = NUM_SENDERS, RECEIVERS_PER_MULTIPROCESSOR * _num_multiprocessors(device)
+        self.num_senders, self.num_receivers = NUM_SENDERS, _receivers_of(device)
         self.num_groups = NUM_GROUPS
         # Receivers wait on the GPU. However many groups do so at once, there is room beside them for what they wait for.
         self._open_here = _OPEN.setdefault(device, weakref.WeakSet())
@@ -226,8 +227,13 @@ _NEVER_FREED: list = []
 _OPEN: dict[torch.device, "weakref.WeakSet[SymmetricTransport]"] = {}
 
 
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def _receivers_of(device: torch.device) -> int:
+    """CTAs of the smallest kernels that take no more than half of the registers (kCarryCtas fit) and of the shared memory."""
+    if device.type != "cuda":
+        return RECEIVERS_PER_MULTIPROCESSOR
+    gpu = torch.cuda.get_device_properties(device)
+    most = gpu.shared_memory_per_multiprocessor // (2 * RECEIVER_BYTES)
+    return gpu.multi_processor_count * max(1, min(RECEIVERS_PER_MULTIPROCESSOR, most))
 
 
 def why_not(records: list[dict]) -> str | None:

@@ -9,7 +9,7 @@ import torch
 
 from ds_zipccl.codec.dtypes import TABLE
 from ds_zipccl.codec.format import SPILL_MASK, SPILL_SHIFT, TILE_ELEMS, layout
-from ds_zipccl.collectives.symmetric import MAX_RANKS, SymmetricTransport, why_not
+from ds_zipccl.collectives.symmetric import MAX_RANKS, RECEIVERS_PER_MULTIPROCESSOR, SymmetricTransport, why_not
 from ds_zipccl.collectives.symmetric_plan import NUM_IN_RING, Row, in_turn, part_sizes, plan, slot_bytes, words_bytes
 from ds_zipccl.kernels.cuda_calls import CudaCalls
 from ds_zipccl.kernels.rank_order import sum_in_order
@@ -324,6 +324,20 @@ def test_receivers_of_all_groups_leave_room(monkeypatch):
     assert num_receivers() == [100 // (3 + before)] * 3
     opened.pop()._end()
     assert num_receivers() == [100 // (2 + before)] * 2 and before >= 0
+
+
+@pytest.mark.parametrize("item", [2, 4])
+@pytest.mark.parametrize("is_sum, num_ranks, num_fitting", [(0, 2, 8), (0, 8, 8), (1, 2, 8), (1, 3, 5)])
+def test_receivers_take_half_of_a_multiprocessor_at_most(libraries, item, is_sum, num_ranks, num_fitting):
+    """Of 2-byte elements so many of a kernel fit on one, of larger ones fewer (their launch bounds)."""
+    num_fitting = num_fitting * 2 // item
+    for num_multiprocessors in (1, 7, 132):
+        wanted = RECEIVERS_PER_MULTIPROCESSOR * num_multiprocessors
+        num = libraries[1].library.zipccl_symmetric_num_receivers(*map(ctypes.c_int64, (wanted, item, is_sum, num_ranks)))
+        assert 0 < 2 * num <= num_fitting * num_multiprocessors
+        assert num_fitting < 8 or num == wanted
+        none = libraries[1].library.zipccl_symmetric_num_receivers(*map(ctypes.c_int64, (0, item, is_sum, num_ranks)))
+        assert none == 0, "what only sends"
 
 
 def test_rows_are_in_turn_smallest_at_the_ends():

@@ -23,3 +23,14 @@ def spare_time() -> None:
         return patch(function)
 
     interpreter._LangPatchScope, interpreter._patch_lang = Launch, once
+    numpy_type = getattr(interpreter, "_get_np_dtype", None)
+    if numpy_type is not None:          # it makes a table of all types at every call; the type of a block's elements decides
+        known = {}
+
+        def numpy_type_of(type):
+            name = type.scalar.name
+            if name not in known:
+                known[name] = numpy_type(type)
+            return known[name]
+
+        interpreter._get_np_dtype = numpy_type_of

@@ -26,8 +26,8 @@ def passage_for(settings: Offload, device: torch.device, numel: int) -> "Passage
 
 def piece_for(numel: int, piece: int = PIECE) -> int:
     """Elements of a piece where there are ``numel`` in all: of a small model a quarter, so that buffers and all else that a step needs stay
-    below what they may take together."""
-    return min(piece, -(-numel // 4))
+    below what they may take together. Of a tiny one there is room for all, with ages: a coordinate of every partition has to fit."""
+    return min(piece, max(-(-numel // 4), min(2 * numel, 1 << 12)))
 
 
 def exchanged_for(numel: int, ranks: int, value_bytes: int) -> int:

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from ds_scape.optimizer import spans
-from ds_scape.optimizer.passage import Passage, host_zeros
+from ds_scape.optimizer.passage import Passage, host_zeros, piece_for
+from ds_scape.sync.partition import Layout, TensorSlot, flat_layout
 from tests.helpers.bits import assert_same_bits
 
 CPU = torch.device("cpu")
@@ -118,3 +119,18 @@ def test_nothing_waits_on_the_host_at_the_end_of_a_pass():
     assert not host[-150:].any() and host[:200].all()
     passage.settle()
     assert host.all()
+
+
+@pytest.mark.parametrize("age", [0, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 1000])
+def test_pieces_of_tiny_models_fit_the_buffers(world_size, age):
+    """However few elements there are: a piece has a coordinate of every partition, and of own ones its age."""
+    for partition in (1, 2, 3, 4, 5, 50):
+        numel = world_size * partition
+        layout = Layout((flat_layout([TensorSlot(0, numel, 2)], numel, world_size, 0.1),), world_size)
+        passage = Passage(CPU, piece_for(numel))
+        assert spans.fitting(passage.piece, 4, age) > 0, "pieces of nothing never end"
+        columns, partitions, _ = spans.of_steps(layout, 0, passage, 4, age, 2)
+        for pieces in (columns, partitions):
+            assert sum(span.numel for piece in pieces for span in piece) == numel
+            assert max(sum(4 * s.numel + age * s.numel * (s.owner == 0) for s in piece) for piece in pieces) <= passage.num_bytes(4) // 2

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from ds_zipccl.codec.format import DEFAULT_SPILL_PER_TILE
 from ds_zipccl.collectives import streams
 from ds_zipccl.collectives.symmetric_plan import FIRST_PART_BYTES, LAST_PART_BYTES, Plan, Row, in_turn, plan, plan_of_rows, words_bytes
+from ds_zipccl.errors import KernelError
 from ds_zipccl.kernels.geometry import Geometry
 from ds_zipccl.kernels.symmetric_calls import Exchange, Place
 from zipscape.errors import ZipScapeError
@@ -208,8 +209,13 @@ class SymmetricTransport:
         self._end()
 
     def abort(self) -> None:
-        """At once, on this rank alone. Memory that a call in flight uses is never freed: its kernels wait until their limit."""
-        if self._num_calls == 0 or self._engine.is_done(self._num_calls):
+        """At once, on this rank alone. Memory that a call in flight uses is never freed: its kernels wait until their limit. Never raises
+        for what such a limit leaves behind, a lost CUDA context: others of the group are to be ended too."""
+        try:
+            is_idle = self._num_calls == 0 or self._engine.is_done(self._num_calls)
+        except KernelError:
+            is_idle = False
+        if is_idle:
             self._end()
         else:
             _NEVER_FREED.append((self, self._engine, self._keep_alive, self._kept, self._status))

@@ -17,6 +17,7 @@ from ds_zipccl.collectives.one_sided import REASONS, OneSided, Router, exchange,
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.runtime import Runtime  # noqa: F401  registers the collectives
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.errors import KernelError
 from ds_zipccl.stats import Stats
 
 AG, RS, A2A = "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"
@@ -310,6 +311,20 @@ def test_who_waits_after_the_end_need_not():
     work = symmetric.SymmetricWork(transport, 1, [torch.empty(1)], 0)
     transport.abort()
     assert ended and work.is_completed() and work.wait()
+
+
+def test_a_lost_context_does_not_keep_a_group_from_ending(monkeypatch):
+    """A wait for a peer that found its limit leaves one: whatever asks CUDA is refused."""
+    monkeypatch.setattr(symmetric, "_NEVER_FREED", kept := [])
+
+    def refused(*_):
+        raise KernelError("cudaError 719")
+
+    engine = SimpleNamespace(is_done=refused, close=lambda: 1 / 0)
+    transport = symmetric.SymmetricTransport(engine, None, 0, torch.device("cpu"), 2, 0, torch.zeros(1), "memory")
+    transport._num_calls = 1
+    transport.abort()
+    assert kept[0][:3] == (transport, engine, "memory") and transport.is_open
 
 
 def test_memory_goes_back_when_somebody_waits(monkeypatch):

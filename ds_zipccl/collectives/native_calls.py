@@ -18,12 +18,11 @@ from ds_zipccl.collectives.switch import Measured
 from ds_zipccl.stats import NativeCount, Stats
 
 MAX_KNOWN = 4096                    # of a group
-#: Reasons that follow from what keys hold, the settings and the switch's costs.
-LASTING = frozenset({"world_size_1", "never", "dtype", "device", "reduce_op", "min_bytes", "no_gain", "native_is_faster",
-                     "deterministic_reduce"})
+#: Reasons that follow from what keys hold, the settings and the switch's costs. Not "device", which the output may be to blame for.
+LASTING = frozenset({"world_size_1", "never", "dtype", "reduce_op", "min_bytes", "no_gain", "native_is_faster", "deterministic_reduce"})
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 #: Of these, what holds of any reduction: the others are asked for only where it could be zipped.
-OF_ANY_REDUCTION = frozenset({"world_size_1", "never", "dtype", "device"})
+OF_ANY_REDUCTION = frozenset({"world_size_1", "never", "dtype"})
 
 
 @dataclass(slots=True)
@@ -35,7 +34,6 @@ class Known:
     raw_bytes: int
     rank: int | None
     measured: Measured | None
-    reprobe_calls: int
     count_other: Callable[[int], None] | None
 
     def add(self, reduce_op=None, root: int | None = None) -> None:
@@ -129,7 +127,7 @@ class NativeCalls:
             key = *key, call.reduce_op
         others = reason in OF_ANY_REDUCTION or reason == "reduce_op" or call.reduce_op is None
         table[key] = Known(self._stats.native_count(call.op, reason), raw_bytes, None if call.root is None else call.rank, measured,
-                           self._reprobe_calls, None if others else functools.partial(self._stats.native, call.op, "reduce_op"))
+                           None if others else functools.partial(self._stats.native, call.op, "reduce_op"))
 
     def show(self, group: dist.ProcessGroup) -> None:
         """No call is in flight on it."""

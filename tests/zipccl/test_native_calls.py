@@ -179,6 +179,22 @@ def test_a_front_launches_before_it_counts(runtime):
     assert runtime.stats.snapshot()[AG]["calls_native"] == 4
 
 
+def test_a_call_that_torch_refused_says_nothing_of_right_ones(runtime):
+    """Only this rank may have made it wrong, in its output's device, size or dtype; the right one must meet the other ranks'."""
+    data, decided = torch.empty(1 << 20, dtype=torch.bfloat16), []
+    run = runtime.run
+    runtime.run = lambda call, why_not: (decided.append(why_not()), run(call, why_not))[1]
+
+    def refuses(_):
+        raise RuntimeError
+
+    for output in (data.new_empty(2 << 20, device="meta"), data.new_empty(2 << 20, dtype=torch.float16), data.new_empty(7)):
+        with pytest.raises(RuntimeError):
+            front.run(runtime, Call(AG, output, data, GROUP), refuses)
+        assert look(runtime.native_calls, Call(AG, output, data, GROUP)) is None
+    assert decided == ["device", "shape", "shape"]
+
+
 def test_nothing_goes_past_calls_in_flight(runtime):
     """They are asked for before a native call is launched, whatever is known of it."""
     state, settled = runtime.state(GROUP, torch.device("cpu")), []

@@ -44,8 +44,9 @@ def _library() -> ctypes.CDLL | None:
 
 
 def communicator(backend) -> "Communicator | None":
-    """Of a ProcessGroupNCCL that is connected; None where this torch does not give it away, or NCCL's functions are not at hand."""
-    address = handle(backend)
+    """Of a ProcessGroupNCCL that is connected; None where this torch does not give it away, NCCL's functions are not at hand, or they may
+    return before they have queued their work."""
+    address = handle(backend) if returns_when_queued(backend) else 0
     return Communicator(address, _library()) if address and _library() is not None else None
 
 

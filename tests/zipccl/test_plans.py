@@ -243,8 +243,9 @@ def test_a_payload_for_each_peer(gpu):
     assert gpu.log[-2:] == [("ncclSend", sent.data_ptr(), size, 1, 0, COMMUNICATOR, PAYLOADS), ("ncclGroupEnd",)]
 
 
-def test_whose_communicators_payloads_may_use(monkeypatch):
-    """Those that torch gives away, of its own backend and not of one that wraps it; and whose calls are queued when they return."""
+def test_whose_communicators_may_be_used(monkeypatch):
+    """Those that torch gives away, of its own backend and not of one that wraps it; and whose calls are queued when they return: others
+    say that they are in progress, which is no error."""
     class Backend:
         def __init__(self, blocking, address=7):
             self.options, self._address = SimpleNamespace(config=SimpleNamespace(blocking=blocking)), address
@@ -261,5 +262,8 @@ def test_whose_communicators_payloads_may_use(monkeypatch):
     assert nccl_direct.handle(SimpleNamespace(_comm_ptr=lambda: 7)) == 0
     assert [nccl_direct.returns_when_queued(Backend(blocking)) for blocking in (1, undefined, 0)] == [True, True, False]
     assert not nccl_direct.returns_when_queued(SimpleNamespace())
+    monkeypatch.setattr(nccl_direct, "_library", object)
+    assert [nccl_direct.communicator(Backend(blocking)) is None for blocking in (1, undefined, 0)] == [False, False, True]
+    assert nccl_direct.communicator(Backend(1, 0)) is None
     monkeypatch.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", "1")
-    assert not nccl_direct.returns_when_queued(Backend(undefined))
+    assert not nccl_direct.returns_when_queued(Backend(undefined)) and nccl_direct.communicator(Backend(undefined)) is None

@@ -65,7 +65,6 @@ struct Engine {
     Encode encode;
     Ring ring;
     u32 *counters, *overflows;                             // [kNumLanes][kMaxRanks]; behind the counters those of carry.cuh
-    u32 num_pushes;
     i64 needed, num_read, num_told;                        // must be read for all regions to be free; reception is queued; peers are told
     std::deque<std::pair<cudaStream_t, i64>> claimed;      // by stream: what it has waited for
     cudaStream_t streams[kNumStreams];

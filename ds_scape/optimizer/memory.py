@@ -87,7 +87,7 @@ def text(flow: Flow, gradient_bytes: int) -> str:
     q = device.pop("q")
     if passage is not None:
         host = {what: device.pop(what) for what in ("residual", "ages")}
-        host["residual"] *= 2 if params.offload.ahead and layout.world_size > 1 else 1
+        host["residual"] *= 2 if flow._ahead else 1
         device = {"buffers": buffer_bytes(layout, sizes, passage.num_buffers), **device}
     elif flat.weight.device != flat.copies.device:
         host["ages"] = device.pop("ages")

@@ -28,8 +28,7 @@ def part_numel(row_numel: int, whole_bytes: int, max_workspace_bytes: int) -> in
     """
     if 2 * whole_bytes <= max_workspace_bytes:
         return row_numel
-    goal = min(max_workspace_bytes // (2 * IN_FLIGHT), whole_bytes)
-    return min(row_numel * goal // whole_bytes // TILE_ELEMS * TILE_ELEMS, row_numel)
+    return row_numel * (max_workspace_bytes // (2 * IN_FLIGHT)) // whole_bytes // TILE_ELEMS * TILE_ELEMS
 
 
 def _part_numel(spec: CollectiveSpec, call: Call, config: ZipcclConfig) -> int:

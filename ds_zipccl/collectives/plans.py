@@ -52,8 +52,8 @@ def exchange(sent, received) -> tuple[Transfer, ...]:
 
 
 class Plan:
-    """A recipe for tensors of known sizes on the current stream. ``encoded``, ``filled``: marks, the second of the flight's.
-    ``payload_stream``: None: torch launches the payload. ``sends``: whether ``call`` can."""
+    """A recipe for tensors of known sizes on the current stream. ``filled``: the flight's mark. ``payload_stream``: None: torch launches
+    the payload. ``sends``: whether ``call`` can."""
     __slots__ = ("begin", "beside", "end", "join", "call", "fills", "copies", "sends",
                  "decode_stream", "_anywhere", "_place", "_x_bytes", "_out_bytes", "_kept")
 

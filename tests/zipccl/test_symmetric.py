@@ -3,12 +3,14 @@ the rank-order sum. Races, and what links do, need GPUs."""
 import ctypes
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ds_zipccl.codec.dtypes import TABLE
 from ds_zipccl.codec.format import SPILL_MASK, SPILL_SHIFT, TILE_ELEMS, layout
+from ds_zipccl.collectives import symmetric
 from ds_zipccl.collectives.symmetric import MAX_RANKS, RECEIVERS_PER_MULTIPROCESSOR, SymmetricTransport, why_not
 from ds_zipccl.collectives.symmetric_plan import NUM_IN_RING, Row, in_turn, part_sizes, plan, slot_bytes, words_bytes
 from ds_zipccl.kernels.cuda_calls import CudaCalls
@@ -338,6 +340,13 @@ def test_receivers_take_half_of_a_multiprocessor_at_most(libraries, item, is_sum
         assert num_fitting < 8 or num == wanted
         none = libraries[1].library.zipccl_symmetric_num_receivers(*map(ctypes.c_int64, (0, item, is_sum, num_ranks)))
         assert none == 0, "what only sends"
+
+
+@pytest.mark.parametrize("shared_kib, per_multiprocessor", [(228, 4), (164, 4), (100, 2), (30, 1)])
+def test_receivers_take_half_of_the_shared_memory_at_most(monkeypatch, shared_kib, per_multiprocessor):
+    gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=shared_kib << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    assert symmetric._receivers_of(torch.device("cuda", 0)) == per_multiprocessor * 132
 
 
 def test_rows_are_in_turn_smallest_at_the_ends():

@@ -18,14 +18,24 @@ FEW = 2048
 
 @functools.cache
 def load():
-    """Raises BuildError when Triton is not installed or there is no GPU for it."""
+    """Raises BuildError when Triton is not installed, there is no GPU for it, or it cannot build: it needs a C compiler at run time."""
     try:
         from triton import knobs
     except ImportError as error:
         raise BuildError(describe("Triton is not installed", got=str(error), todo="pip install triton")) from error
     if not knobs.runtime.interpret and not torch.cuda.is_available():
         raise BuildError(describe("Triton has no device", got="no CUDA device, and TRITON_INTERPRET is not set"))
-    return TritonKernels()
+    return _tried(TritonKernels(), "cpu" if knobs.runtime.interpret else "cuda")
+
+
+def _tried(kernels, device: str):
+    """These, after one of them has run: better here than in the first step."""
+    try:
+        kernels.scatter(*(torch.zeros(1, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32, torch.float32)))
+    except Exception as error:              # Triton's, the compiler's, the driver's
+        raise BuildError(describe("Triton cannot build its kernels", got=f"{type(error).__name__}: {error}",
+                                  todo="install a C compiler and Python's headers, or nvcc")) from error
+    return kernels
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:

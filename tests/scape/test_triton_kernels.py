@@ -44,3 +44,13 @@ def test_without_nvcc_triton_is_the_best_on_a_gpu(monkeypatch, caplog):
 def test_it_needs_a_gpu():
     with pytest.raises(BuildError, match="not installed|no device"):
         impl_triton.load()
+
+
+def test_it_is_not_there_where_it_cannot_build():
+    """Before anything is trained with it: else a job that had run with the reference would end in its first step."""
+    class WithoutCompiler:
+        def scatter(self, target, index, values):
+            raise RuntimeError("Failed to find C compiler")
+
+    with pytest.raises(BuildError, match="Failed to find C compiler"):
+        impl_triton._tried(WithoutCompiler(), "cpu")

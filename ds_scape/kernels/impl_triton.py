@@ -193,11 +193,11 @@ class TritonKernels:
             self._run["fill_bytes"]((len(plan.fills), 32), (flags, plan.fills), (), (2048,))
         if not num_searches:
             return chosen
-        state = torch.zeros(num_searches, 8 + plans.HISTOGRAM, dtype=torch.int32, device=device).view(-1)
-        state, histograms = state.split([8 * num_searches, plans.HISTOGRAM * num_searches])
         room = 4 * self._ceil(num_tiles, 4)                                            # each part begins at a multiple of 16 bytes
-        notes, words, num_notes, num_equal = empty(room * (plans.MAX_NOTES + 18), torch.int32).split(
-            [plans.MAX_NOTES * room, 16 * room, room, room])
+        sizes = (8 * num_searches, plans.HISTOGRAM * num_searches, plans.MAX_NOTES * room, 16 * room, room, room)
+        whole = empty(sum(sizes), torch.int32)
+        state, histograms, notes, words, num_notes, num_equal = whole.split(sizes)
+        whole[:sizes[0] + sizes[1]].zero_()
         data = (rank_by, rank_by if square is None else square, last_sync)
         place, kind = (plan.search_of_tile, plan.searches, state), square is not None
         for again in range(2):

@@ -16,8 +16,8 @@ from ds_scape.sync.partition import FlatLayout, Layout, Segment
 SLICE = 1 << 21
 #: Bytes for each of them.
 SLICE_BYTES = 16
-#: What a kernel's selection notes down on a GPU, and a little more: bytes per tile of elements, and per segment.
-TILE, TILE_BYTES, SEGMENT_BYTES = 512, 67 * 4, 33 << 10
+#: What a kernel's selection notes down on a GPU, the Triton one most, and a little more: bytes per tile of elements, and per segment.
+TILE, TILE_BYTES, SEGMENT_BYTES = 512, 83 * 4, 33 << 10
 
 
 #: Of a key that is settled at a time where everything has to pass for it, and what this needs in bytes.

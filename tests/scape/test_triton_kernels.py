@@ -4,12 +4,15 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
 
 from ds_scape.kernels import impl_triton, loader
+from ds_scape.optimizer import ranking
+from ds_scape.sync.partition import Segment
 from zipscape.errors import BuildError
 
 LIMIT_S = 300              # some seconds on a quiet core
@@ -54,3 +57,22 @@ def test_it_is_not_there_where_it_cannot_build():
 
     with pytest.raises(BuildError, match="Failed to find C compiler"):
         impl_triton._tried(WithoutCompiler(), "cpu")
+
+
+@pytest.mark.parametrize("sizes", [(1,), (512,), (513, 3, 100_000), (7,) * 50])
+def test_selection_needs_no_more_memory_than_is_said(sizes):
+    """All of it is asked for where the caller says."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    kernels, asked, segments, n = impl_triton.TritonKernels(), [], [], 0
+    kernels._run = defaultdict(lambda: lambda *arguments: None)
+
+    def empty(numel, dtype):
+        asked.append(numel * dtype.itemsize)
+        return torch.empty(numel, dtype=dtype)
+
+    for size in sizes:
+        segments.append(Segment(n, n + 2 * size, size))
+        n += 2 * size
+    kernels.select(torch.ones(n), torch.ones(n), torch.zeros(n, dtype=torch.int16), 5, 3, tuple(segments), None, empty)
+    assert 0.9 * ranking.notes_bytes(n, len(sizes)) < sum(asked) <= ranking.notes_bytes(n, len(sizes))

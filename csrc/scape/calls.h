@@ -11,9 +11,9 @@ namespace scape {
 
 enum Dtype : int32_t { kFp32 = 0, kBf16 = 1, kFp16 = 2 };
 
-// Positions, ascending: of 4 bytes or of 8.
+// Positions, ascending: of 4 bytes, without a sign, or of 8.
 SCAPE_RULE int64_t position_at(const void* index, int64_t i, int32_t bytes) {
-    return bytes == 4 ? ((const int32_t*)index)[i] : ((const int64_t*)index)[i];
+    return bytes == 4 ? ((const uint32_t*)index)[i] : ((const int64_t*)index)[i];
 }
 
 // Steps since the last synchronisation, which is kept in 4 bytes, or in 2 as what is left of it.

@@ -124,7 +124,7 @@ inline Words words_of_message(const uint8_t* message, int64_t num_bytes, int64_t
 }
 
 // ops.unpack_mask. positions[i]: room for counts[i] of part i; found[i]: how many ones it has; written only where that is the same.
-// Returns 0 or kCorrupt. Index: int32_t or int64_t.
+// Returns 0 or kCorrupt. Index: uint32_t or int64_t.
 template <class Index>
 int64_t unpack_mask(const uint8_t* message, int64_t num_bytes, int64_t numel, const Range* dense, int64_t num_dense, bool as_bits,
                            const int64_t* sizes, int64_t num_parts, const int64_t* counts, void* const* positions, int64_t* found,

@@ -24,7 +24,7 @@ struct Ops {
 #define SCAPE_ISA(name, target)                                                                                                          \
     struct name {                                                                                                                        \
         target static void enter(const Enter& c, int64_t begin, int64_t end) {                                                            \
-            c.index_bytes == 4 ? enter_piece<int32_t>(c, begin, end) : enter_piece<int64_t>(c, begin, end);                              \
+            c.index_bytes == 4 ? enter_piece<uint32_t>(c, begin, end) : enter_piece<int64_t>(c, begin, end);                              \
         }                                                                                                                                \
         target static void track(const Enter& c, int64_t begin, int64_t end) { track_piece(c, begin, end); }                             \
         target static void owner(const Owner& c, int64_t begin, int64_t end) {                                                           \
@@ -150,7 +150,7 @@ int64_t scape_cpu_scatter(void* target, const void* index, int32_t index_bytes, 
             itemsize == 2 ? scatter(static_cast<uint16_t*>(target), positions, static_cast<const uint16_t*>(values), num, num_threads)
                           : scatter(static_cast<uint32_t*>(target), positions, static_cast<const uint32_t*>(values), num, num_threads);
         };
-        index_bytes == 4 ? by(static_cast<const int32_t*>(index)) : by(static_cast<const int64_t*>(index));
+        index_bytes == 4 ? by(static_cast<const uint32_t*>(index)) : by(static_cast<const int64_t*>(index));
         return 0;
     });
 }
@@ -163,7 +163,7 @@ int64_t scape_cpu_take_ages(void* last_sync, int32_t last_bytes, const void* ind
                 take_ages(last, positions, first, step, static_cast<decltype(last)>(out), begin, end);
             };
             const auto of = [&](auto* last) {
-                index_bytes == 4 ? by(last, static_cast<const int32_t*>(index)) : by(last, static_cast<const int64_t*>(index));
+                index_bytes == 4 ? by(last, static_cast<const uint32_t*>(index)) : by(last, static_cast<const int64_t*>(index));
             };
             last_bytes == 4 ? of(static_cast<int32_t*>(last_sync)) : of(static_cast<int16_t*>(last_sync));
         });
@@ -216,7 +216,7 @@ int64_t scape_cpu_unpack_mask(const uint8_t* message, int64_t num_bytes, int64_t
                               int32_t as_bits, const int64_t* sizes, int64_t num_parts, const int64_t* counts, void* const* positions,
                               int32_t position_bytes, int64_t* found, int32_t num_threads) {
     return guarded([&] {
-        return (position_bytes == 4 ? unpack_mask<int32_t> : unpack_mask<int64_t>)(
+        return (position_bytes == 4 ? unpack_mask<uint32_t> : unpack_mask<int64_t>)(
             message, num_bytes, numel, reinterpret_cast<const Range*>(dense), num_dense, as_bits, sizes, num_parts, counts, positions, found,
             num_threads);
     });

@@ -74,7 +74,7 @@ struct Exact {
     static SCAPE_INLINE float from_float(float value) { return value; }
 };
 
-// Index: int32_t or int64_t.
+// Index: uint32_t or int64_t.
 template <class Index>
 SCAPE_INLINE void enter_piece(const Enter& c, int64_t begin, int64_t end) {
     float space[kBlock];

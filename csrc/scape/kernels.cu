@@ -204,9 +204,9 @@ int scape_cuda_positions(u32* words, const Range* dense, i64 num_dense, const Ru
     SCAPE_LAUNCH(count_kernel, num_runs, kThreads, stream, words, runs, counts);
     SCAPE_LAUNCH(before_kernel, 1, kThreads, stream, (const u16*)counts, num_runs, (i64)1 << 62, before);
     if (position_bytes == 4)
-        SCAPE_LAUNCH(positions_kernel<int32_t>, num_runs, kThreads, stream, words, runs, bases, before, room, (int32_t*)positions);
+        SCAPE_LAUNCH(positions_kernel<u32>, num_runs, kThreads, stream, words, runs, bases, before, room, (u32*)positions);
     else
-        SCAPE_LAUNCH(positions_kernel<int64_t>, num_runs, kThreads, stream, words, runs, bases, before, room, (int64_t*)positions);
+        SCAPE_LAUNCH(positions_kernel<i64>, num_runs, kThreads, stream, words, runs, bases, before, room, (i64*)positions);
     return last_error();
 }
 

@@ -14,8 +14,8 @@ LANES = 1 << 19
 BLOCK = 1 << 16
 #: Keeps the score of a coordinate finite whose gradients were all zero.
 SCORE_EPS = 1e-9
-#: Positions in parts of so many elements and more have 8 bytes, in others 4.
-LONG = 1 << 31
+#: Positions in parts of so many elements and more have 8 bytes, in others 4, which are a number without a sign.
+LONG = 1 << 32
 _INT = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -42,6 +42,11 @@ def unpack_mask(message: torch.Tensor, numel: int, dense: tuple, encoding: str, 
 def position_dtype(sizes) -> torch.dtype:
     """Of positions in parts of these sizes."""
     return torch.int32 if max(sizes, default=0) < LONG else torch.int64
+
+
+def places(index: torch.Tensor) -> torch.Tensor:
+    """int64, of positions of 4 bytes or of 8."""
+    return index.to(torch.int64).bitwise_and_(0xFFFFFFFF) if index.dtype == torch.int32 else index
 
 
 def _ranges(ranges, numel, device) -> torch.Tensor:
@@ -107,7 +112,7 @@ def enter(residual: torch.Tensor, gradient: torch.Tensor | None, factor: float, 
         values.copy_(residual)
         residual.sub_(values)               # in the residual's precision, whatever the wire's
     else:
-        at = index - first if first else index
+        at = places(index) - first
         before = residual[at]
         values.copy_(before)
         residual[at] = before.sub_(values)
@@ -124,12 +129,12 @@ def track_square(square: torch.Tensor, gradient: torch.Tensor, factor: float, be
 
 
 def scatter(target: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
-    target[index] = values
+    target[places(index)] = values
 
 
 # --- ages that pass with a residual -------------------------------------------------------------------------------------------------------
 def take_ages(last_sync: torch.Tensor, index: torch.Tensor | None, first: int, step: int, out: torch.Tensor) -> None:
-    at = slice(None) if index is None else index - first
+    at = slice(None) if index is None else places(index) - first
     out.copy_(last_sync[at])
     last_sync[at] = stamp(step, last_sync.dtype)
 
@@ -201,6 +206,7 @@ def sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
 def owner_step(weight: torch.Tensor, momentum: torch.Tensor, last_sync: torch.Tensor, mean_value: torch.Tensor, index: torch.Tensor | None,
                step: int, tables: tuple, decay: torch.Tensor | None, lr: float, beta2: float, eps: float, catch_up: bool,
                out: torch.Tensor) -> None:
+    index = None if index is None else places(index)
     w, m = (t if index is None else t[index] for t in (weight, momentum))
     is_whole = index is not None and last_sync.numel() == weight.numel()
     last = last_sync[index] if is_whole else last_sync

@@ -5,7 +5,7 @@ float dtype; the others take contiguous tensors whose state (weights, momentum, 
 in all of them, with any payload; where they decide an order (``select``), their payload is that of the reference on the same device.
 
 P: elements of a partition. n: elements of whatever is meant. k: coordinates that are sent. Positions ascend, each
-stands once; they are int32, and int64 where a part has 2^31 elements or more.
+stands once; they are 4 bytes without a sign, in int32 (impl_reference.places), and int64 where a part has 2^32 elements or more.
 
 ``pack_mask(mask, dense, encoding, max_ones)``
     bool [n] -> the message, uint8, without the coordinates in ``dense`` (tuple of (start, stop), ascending): "bits", ceil(n / 8) bytes,

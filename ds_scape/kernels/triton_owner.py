@@ -2,7 +2,7 @@
 import triton
 import triton.language as tl
 
-from ds_scape.kernels.triton_rule import age_of, normaliser, rounded
+from ds_scape.kernels.triton_rule import age_of, normaliser, position_at, rounded
 
 
 @triton.jit
@@ -12,7 +12,7 @@ def owner_step(weight, momentum, last_sync, mean_value, index, kept, taken, move
     """oldest, longest: the last entries of the tables and of ``decay``. BY_PLACE: last_sync is of the coordinates at ``index`` alone."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_valid = i < num
-    at = tl.load(index + i, is_valid, other=0).to(tl.int64) if HAS_INDEX else i
+    at = position_at(index, i, is_valid) if HAS_INDEX else i
     mean = tl.load(mean_value + i, is_valid, other=0)
     w, m = tl.load(weight + at, is_valid, other=0), tl.load(momentum + at, is_valid, other=0)
     last_at = last_sync + (i if BY_PLACE else at)

@@ -27,6 +27,16 @@ def widened(x):
 
 
 @triton.jit
+def position_at(index, k, is_valid):
+    """int64, of positions of 4 bytes, which have no sign, or of 8."""
+    position = tl.load(index + k, is_valid, other=0)
+    if position.dtype == tl.int32:
+        return position.to(tl.uint32, bitcast=True).to(tl.int64)
+    else:
+        return position
+
+
+@triton.jit
 def age_of(last, step):
     """Steps since a synchronisation that is kept in int32, or in int16 modulo 65,536."""
     if last.dtype == tl.int32:

@@ -2,7 +2,7 @@
 import triton
 import triton.language as tl
 
-from ds_scape.kernels.triton_rule import age_of, rounded, sort_key, tracked_square, widened
+from ds_scape.kernels.triton_rule import age_of, position_at, rounded, sort_key, tracked_square, widened
 
 
 @triton.jit
@@ -10,8 +10,8 @@ def tile_starts(index, starts, num: tl.int64, num_tiles: tl.int64, first: tl.int
     """starts[t], t = 0 .. num_tiles: how many positions lie before tile t, written by those that are the first in or after it."""
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_valid = k < num
-    own = (tl.load(index + k, is_valid, other=0).to(tl.int64) - first) >> LOG_TILE
-    before = (tl.load(index + k - 1, is_valid & (k > 0), other=0).to(tl.int64) - first) >> LOG_TILE
+    own = (position_at(index, k, is_valid) - first) >> LOG_TILE
+    before = (position_at(index, k - 1, is_valid & (k > 0)) - first) >> LOG_TILE
     before = tl.where(k > 0, before, -1)
     begun = tl.where(is_valid, own - before, 0)
     for i in range(0, tl.max(begun, 0)):
@@ -53,7 +53,7 @@ def enter(residual, gradient, square, values, index, starts, num: tl.int64, own_
 
 @triton.jit
 def _take(residual, values, index, k, is_valid, first):
-    place = residual + (tl.load(index + k, is_valid, other=0).to(tl.int64) - first)
+    place = residual + (position_at(index, k, is_valid) - first)
     r = tl.load(place, is_valid, other=0)
     sent = rounded(r, values)
     tl.store(values + k, sent, is_valid)
@@ -79,14 +79,14 @@ def track_square(square, gradient, num: tl.int64, factor: tl.float32, beta2: tl.
 def scatter(target, values, index, num: tl.int64, BLOCK: tl.constexpr):
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_valid = k < num
-    tl.store(target + tl.load(index + k, is_valid, other=0).to(tl.int64), tl.load(values + k, is_valid, other=0), is_valid)
+    tl.store(target + position_at(index, k, is_valid), tl.load(values + k, is_valid, other=0), is_valid)
 
 
 @triton.jit
 def take_ages(last_sync, out, index, num: tl.int64, first: tl.int64, step: tl.int32, HAS_INDEX: tl.constexpr, BLOCK: tl.constexpr):
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_valid = k < num
-    at = tl.load(index + k, is_valid, other=0).to(tl.int64) - first if HAS_INDEX else k
+    at = position_at(index, k, is_valid) - first if HAS_INDEX else k
     tl.store(out + k, tl.load(last_sync + at, is_valid, other=0), is_valid)
     tl.store(last_sync + at, tl.full((BLOCK,), step, tl.int32).to(last_sync.dtype.element_ty), is_valid)
 

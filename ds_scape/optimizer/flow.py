@@ -378,7 +378,7 @@ class Flow:
     def _start_mask(self, chosen: torch.Tensor, positions) -> None:
         rank = self.transport.rank
         if self.is_watched and not positions.dense:
-            present = [positions.of[rank][i] for i in self._masked]
+            present = [impl_reference.places(positions.of[rank][i]) for i in self._masked]
             both = sum(int(mask[index.to(chosen.device)].sum()) for mask, index in zip(self.codec.parts(chosen), present, strict=True))
             self.mask_overlap = both / max(1, sum(map(len, present)))
         self._send_mask(self.codec.encode(chosen, rank).to(self._device))

@@ -45,7 +45,7 @@ class MaskCodec:
         return self._kernels.pack_mask(masks, self._dense[rank], self.encoding, self._max_ones)
 
     def decode(self, message: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """The positions, int64 [k] ascending, per buffer that is not full. Raises ZipScapeError unless every count is the layout's."""
+        """The positions (ops.py), [k] ascending, per buffer that is not full. Raises ZipScapeError unless every count is the layout's."""
         counts = tuple(flat.count(rank, dense=False) for flat in self._masked)
         positions, found = self._kernels.unpack_mask(message, self._numel, self._dense[rank], self.encoding, self._sizes, counts)
         if tuple(found) != counts:

@@ -3,16 +3,20 @@
 Order on the wire: by owner, then by buffer, then by position. Masks come as positions: ascending inside the partition, per owner and
 buffer; None for a buffer that is exchanged whole. ``empty(numel, dtype)`` makes tensors that live during the step only.
 """
+import itertools
 from collections.abc import Iterable
 
 import torch
 
+from ds_scape.kernels.impl_reference import places
 from ds_scape.kernels.ops import REFERENCE, Kernels
 from ds_scape.sync.partition import Layout
 from ds_scape.sync.transport import Transport
 
 #: Checksums travel as doubles: integers below this are exact.
 CHECKSUM_MODULUS = 1 << 52
+#: In partitions of fewer elements the positions ascend as numbers with a sign too.
+SIGNED = 1 << 31
 #: Elements that are summed at a time on a CPU.
 ON_CPU = 1 << 16
 
@@ -45,7 +49,7 @@ class Positions:
         total = torch.zeros(1, dtype=torch.int64, device=device)
         for index in (index for own in self.of for index in own if index is not None):
             weights = torch.arange(1, len(index) + 1, device=device) % 65521
-            total = (total * 31 + ((index.to(torch.int64) + 1) * weights).sum()) % CHECKSUM_MODULUS
+            total = (total * 31 + ((places(index) + 1) * weights).sum()) % CHECKSUM_MODULUS
         return total.to(torch.float64)
 
     def cuts(self, pieces, layout: Layout, device: torch.device) -> dict[tuple, tuple[int, int]]:
@@ -59,11 +63,25 @@ class Positions:
             elif index is not None:
                 asked.append(span)
         if asked:
-            masks = [self.of[span.owner][span.flat] for span in asked]
-            ends = torch.tensor([span[2:] for span in asked], dtype=masks[0].dtype, device="cpu").to(device)
-            found = [torch.searchsorted(index, own) for index, own in zip(masks, ends, strict=True)]
+            ends, found = torch.tensor([span[2:] for span in asked], dtype=torch.int64, device="cpu").to(device), []
+            for (flat, owner), spans in itertools.groupby(asked, lambda span: (span.flat, span.owner)):
+                rows = slice(len(found), len(found) + len(list(spans)))
+                found += num_below(self.of[owner][flat], ends[rows], layout.flats[flat].partition_numel)
             cuts.update((span, tuple(own)) for span, own in zip(asked, torch.stack(found).tolist(), strict=True))
         return cuts
+
+
+def num_below(index: torch.Tensor, ends: torch.Tensor, numel: int) -> torch.Tensor:
+    """How many of these positions in a partition of ``numel`` elements are below each of ``ends``, int64. The host does not wait."""
+    if index.dtype == torch.int64 or numel < SIGNED:
+        return torch.searchsorted(index, ends.to(index.dtype))
+    # torch searches by numbers with a sign, and a copy without it would take 8 bytes for each.
+    found, total = torch.zeros_like(ends), len(index)
+    for power in reversed(range(total.bit_length())):
+        more = found + (1 << power)
+        is_below = (more <= total) & (places(index[more.clamp(max=total) - 1]) < ends)
+        found = torch.where(is_below, more, found)
+    return found
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ds_scape.optimizer import ranking, spans
 from ds_scape.optimizer.ahead import Ahead
+from ds_scape.sync import sparse_reduce
 from ds_scape.update import adams
 from ds_scape.update.scape_rule import step_bound
 from tests.helpers.bits import assert_same_bits
@@ -54,7 +55,8 @@ def case_offload(rank, world_size):
     ages that stay where the weights are, as under optimizer offload."""
     _equal_to_simulation(rank, world_size, 20, dtype=torch.bfloat16, offload=True, max_norm=0.004)
     _equal_to_simulation(rank, world_size, 8, offload=True, piece=1 << 20, densities=(0.02, 1.0, 0.02), dense_warmup_steps=3)
-    _equal_to_simulation(rank, world_size, 8, offload=True, mask_statistic="first_moment", catch_up=False)
+    with mock.patch.object(sparse_reduce, "SIGNED", 0):                     # positions are found as in partitions of 2^31 elements
+        _equal_to_simulation(rank, world_size, 8, offload=True, mask_statistic="first_moment", catch_up=False)
     flow, _ = _equal_to_simulation(rank, world_size, 8, offload=True, elsewhere=True)
     flow.flush()
     assert flow._ages_pass == (flow.flats[0].copies.device.type != "cpu")
@@ -326,7 +328,7 @@ def case_a_step_waits_for_the_device_once(rank, world_size):
     """What makes the host wait for a GPU, counted by the names it has in Python: the norm's numbers, and the mask's (in the kernels, one
     wait per rank). Under offload also where the pieces cut the positions."""
     names = ("tolist", "item", "nonzero", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy")
-    for offload, expected in ((False, {"tolist": 1}), (True, {"tolist": 2})):
+    for offload, signed, expected in ((False, 1 << 31, {"tolist": 1}), (True, 1 << 31, {"tolist": 2}), (True, 0, {"tolist": 2})):
         problem = Problem(world_size, dtype=torch.bfloat16, offload=offload, kernels="best")
         flow, seen = problem.flow(dist, rank), Counter()
         start_mask = functools.partial(quietly, flow._start_mask, seen)
@@ -341,6 +343,7 @@ def case_a_step_waits_for_the_device_once(rank, world_size):
                 for name in names:
                     stack.enter_context(mock.patch.object(torch.Tensor, name, counted(getattr(torch.Tensor, name), seen, name)))
                 stack.enter_context(mock.patch.object(flow, "_start_mask", start_mask))
+                stack.enter_context(mock.patch.object(sparse_reduce, "SIGNED", signed))
                 flow.step(gradient, max_norm=0.004)
             seen.pop("numpy", None)                         # a CPU's square roots, where what passes is ranked
             assert seen == expected, seen

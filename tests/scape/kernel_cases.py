@@ -1,15 +1,20 @@
 """Inputs for SCAPE's kernels with every awkward feature, and the comparison of a kernel set with the reference: bits, and nothing written
 beside what is asked for."""
+import mmap
 import os
+from unittest import mock
 
 import torch
 
+from ds_scape.kernels import cuda_plans
 from ds_scape.kernels import impl_reference as reference
 from ds_scape.update import tables
 from tests.helpers.bits import as_ints
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SENTINEL = 0x5A
+#: From here on positions of 4 bytes would be negative if they had a sign.
+FAR = 1 << 31
 #: Where the kernels work; what goes in is made on the host, the same on every device.
 DEVICE = os.environ.get("ZIPSCAPE_TEST_DEVICE", "cpu")
 
@@ -51,6 +56,11 @@ def synchronised(step, last, seed):
     late = (0, 0, (1 << 15) - 50, (1 << 16) - 50, 3 << 20)[seed % 5]
     dtype = torch.int32 if seed % 5 == 0 else torch.int16
     return step + late, (last + late).to(dtype)
+
+
+def moved(index, first):
+    """The same positions, ``first`` elements further on."""
+    return (index.to(torch.int64) + first).to(index.dtype)
 
 
 class Guarded:
@@ -105,7 +115,7 @@ def check_enter(kernels, n, *, gradient_dtype=FP32, wire=BF16, share=0.1, factor
                 specials=True):
     """share None: everything is taken; -1: nothing. gradient_dtype None: nothing enters."""
     make = spread if specials else plain
-    index = None if share is None or share < 0 else chosen(n, share, seed) + first
+    index = None if share is None or share < 0 else moved(chosen(n, share, seed), first)
     num = n if index is None else len(index)
     start, size = int(own[0] * n), int(own[1] * n) if gradient_dtype else 0
     tensors = {"residual": make(n, seed + 10), "gradient": make(n, seed + 20, gradient_dtype) if gradient_dtype else None,
@@ -134,7 +144,7 @@ def check_take_ages(kernels, n, share, first=0, seed=0, offset=1):
     index = None if share is None else chosen(n, share, seed)
     step, last = synchronised(100, torch.randint(0, 100, (n,), generator=rng(seed), dtype=torch.int32), seed)
     out = torch.zeros(n if index is None else len(index), dtype=last.dtype)
-    compare(kernels, "take_ages", {"last_sync": last, "index": None if index is None else index + first, "out": out},
+    compare(kernels, "take_ages", {"last_sync": last, "index": None if index is None else moved(index, first), "out": out},
             lambda f, last_sync, index, out: f(last_sync, index, first, step, out), offset)
 
 
@@ -180,6 +190,63 @@ def check_owner(kernels, n, *, share=0.1, out_dtype=BF16, decay=True, catch_up=T
                "last_sync": last_sync[index] if by_place else last_sync, "out": torch.zeros(num, dtype=out_dtype)}
     compare(kernels, "owner_step", tensors, lambda f, weight, momentum, mean_value, index, last_sync, out: f(
         weight, momentum, last_sync, mean_value, index, step, by_age, products, 0.01, 0.95, 1e-6, catch_up, out), offset)
+
+
+def reserved(numel, dtype):
+    """[numel], of which a CPU's memory holds what is touched."""
+    if DEVICE != "cpu":
+        return torch.empty(numel, dtype=dtype, device=DEVICE)
+    no_reserve = 0x4000
+    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve), dtype=dtype)
+
+
+def check_far_partition(kernels, n=20_000, seed=0):
+    """scatter and owner_step in a partition of more than 2^31 elements: as in one of the ``n`` around there."""
+    start, near = FAR - n // 2, chosen(n, 0.3, 2 * seed)
+    far, num = moved(near, start).to(DEVICE), len(near)
+    assert far.dtype == torch.int32 and bool((far < 0).any()) and bool((far >= 0).any())
+    for dtype in (BF16, FP32):
+        target, before, values = reserved(start + n, dtype), spread(n, seed, dtype).to(DEVICE), spread(num, seed + 1, dtype).to(DEVICE)
+        target[start:] = before
+        kernels.scatter(target, far, values)
+        reference.scatter(before, near.to(DEVICE), values)
+        assert_same(target[start:], before, "scatter")
+    by_age, (step, last) = tables.age_tables(40, 0.9, dtype=FP32, device=DEVICE), synchronised(100, torch.arange(num) % 50 + 1, seed)
+    state, mean = [plain(n, seed + i).to(DEVICE) for i in (1, 2)], plain(num, seed + 3).to(DEVICE)
+    whole = [reserved(start + n, FP32) for _ in state]
+    for far_one, near_one in zip(whole, state, strict=True):
+        far_one[start:] = near_one
+    outs = [torch.zeros(num, dtype=BF16, device=DEVICE) for _ in range(2)]
+    for functions, tensors, index, out in ((kernels, whole, far, outs[0]), (reference, state, near.to(DEVICE), outs[1])):
+        functions.owner_step(*tensors, last.to(DEVICE, copy=True), mean, index, step, by_age, None, 0.01, 0.95, 1e-6, True, out)
+    for name, got, expected in zip(("weight", "momentum", "out"), (*(t[start:] for t in whole), outs[0]), (*state, outs[1]), strict=True):
+        assert_same(got, expected, name)
+
+
+def far_message(numel, seed):
+    """(positions around 2^31 in a part of ``numel`` elements, its mask as indices)."""
+    start = FAR - reference.BLOCK
+    mask = torch.rand(numel - start, generator=rng(seed)) < 0.1
+    near, before = reference.pack_indices(mask, int(mask.sum())), torch.zeros(4 * (start // reference.BLOCK), dtype=torch.uint8)
+    return mask.nonzero().view(-1) + start, torch.cat([before, near])
+
+
+def check_far_positions(kernels, is_real, seed=0):
+    """unpack_mask of a part of more than 2^31 elements, or of its last ones alone, as if they lay there (impl_cuda and impl_triton)."""
+    numel = FAR + 70_001
+    expected, message = far_message(numel, seed)
+    if is_real:
+        sizes, counts = (numel,), (len(expected),)
+        (positions,), found = kernels.unpack_mask(message.to(DEVICE), numel, (), "indices", sizes, counts)
+    else:
+        start = FAR - reference.BLOCK
+        size, message = numel - start, message[4 * (start // reference.BLOCK):].to(DEVICE)
+        plan = cuda_plans.positions_plan((size,), message.device)
+        with mock.patch.object(cuda_plans, "positions_plan", lambda *_: plan._replace(bases=plan.bases - start)):
+            (positions,), found = kernels.unpack_mask(message, size, (), "indices", (size,), (len(expected),))
+    assert list(found) == [len(expected)] and positions.dtype == torch.int32
+    assert_same(positions, expected.to(torch.int32), "positions")
+    assert torch.equal(reference.places(positions).cpu(), expected)
 
 
 def check_dense(kernels, n, *, step=0, decay=0.999, seed=0, offset=1):

@@ -52,11 +52,12 @@ def test_enter(kernels, gradient_dtype, wire, share):
     if gradient_dtype is None and share == -1:
         return
     for i, n in enumerate(SIZES):
-        factor = (1.0, 0.37, 1 / 1024)[i % 3]
+        factor, first = (1.0, 0.37, 1 / 1024)[i % 3], (0, 12345, cases.FAR - n // 2)[i % 3]
         cases.check_enter(kernels, n, gradient_dtype=gradient_dtype, wire=wire, share=share, factor=factor, seed=i, offset=i % 4,
-                          first=(0, 12345)[i % 2], own=((0, 0), (0, 1), (0.4, 0.3), (0.75, 0.25))[i % 4], specials=i % 3 != 0)
+                          first=first, own=((0, 0), (0, 1), (0.4, 0.3), (0.75, 0.25))[i % 4], specials=i % 3 != 0)
     for own in ((0, 0), (0, 1), (0.4, 0.3), (0.75, 0.25)):              # aligned, so that neighbours are read together
-        cases.check_enter(kernels, 20000, gradient_dtype=gradient_dtype, wire=wire, share=share, own=own, seed=len(str(own)), offset=8)
+        cases.check_enter(kernels, 20000, gradient_dtype=gradient_dtype, wire=wire, share=share, own=own, seed=len(str(own)), offset=8,
+                          first=cases.FAR - 9000)
 
 
 @pytest.mark.parametrize("start, stop", [(0, 1), (9000, 9050), (4095, 4097), (19_999, 20_000)])
@@ -184,7 +185,7 @@ def test_select_where_a_small_sample_leaves_many_octaves_open(kernels, octaves):
 @pytest.mark.parametrize("share", [None, 0.0, 0.05, 1.0])
 def test_ages_that_pass_with_a_residual(kernels, share):
     for i, n in enumerate(SIZES):
-        cases.check_take_ages(kernels, n, share, first=(0, 12345)[i % 2], seed=i, offset=i % 4)
+        cases.check_take_ages(kernels, n, share, first=(0, 12345, cases.FAR - n // 2)[i % 3], seed=i, offset=i % 4)
         cases.check_mark(kernels, n, max_age=(40, 1, 101)[i % 3], seed=i, offset=i % 4)
 
 
@@ -211,6 +212,12 @@ def test_owner_step(kernels, share, decay, catch_up):
         cases.check_owner(kernels, n, share=share, decay=decay, catch_up=catch_up, seed=i, max_age=(40, 3)[i % 2], equal_ages=True)
         if share is not None:
             cases.check_owner(kernels, n, share=share, decay=decay, catch_up=catch_up, seed=i, offset=i % 4, by_place=True)
+
+
+def test_positions_beyond_two_billion(kernels):
+    """Four bytes without a sign. A CPU's memory is not needed for what lies below; the emulated kernels would take too long for it."""
+    cases.check_far_partition(kernels)
+    cases.check_far_positions(kernels, is_real=not isinstance(kernels, impl_cuda.CudaKernels) or cases.DEVICE != "cpu")
 
 
 @pytest.mark.parametrize("step", [0, 1, 7])

@@ -1,9 +1,11 @@
 """Masks: exact counts, the tie rule, both encodings."""
+import numpy
 import pytest
 import torch
 
 from ds_scape.kernels import impl_reference as reference
 from ds_scape.sync import mask as masks
+from ds_scape.sync import sparse_reduce
 from ds_scape.sync.partition import Layout, Segment, TensorSlot, flat_layout
 from zipscape.errors import ZipScapeError
 
@@ -106,3 +108,17 @@ def test_a_corrupt_message_is_an_error(encoding):
         broken[position] ^= 0x81
         with pytest.raises(ZipScapeError):
             codec.decode(broken, 0)
+
+
+@pytest.mark.parametrize("numel", [100_000, (1 << 31) - 1, 1 << 31, (1 << 31) + 9, (1 << 32) - 1, 1 << 32])
+@pytest.mark.parametrize("num", [0, 1, 2, 3, 127, 128, 5000])
+def test_positions_are_found_with_and_without_a_sign(num, numel):
+    """In the types that such partitions have; from both sides of 2^31, and from one alone."""
+    dtype, random = reference.position_dtype((numel,)), numpy.random.default_rng(num)
+    for low, high in ((0, numel), (numel // 2, numel), (max(0, numel // 2 - 5000), min(numel, numel // 2 + 5000))):
+        positions = numpy.unique(random.integers(low, high, num))
+        ends = numpy.concatenate([random.integers(0, numel + 1, 40), positions[:9], positions[-9:] + 1, [0, numel // 2, numel]])
+        ends = ends.clip(0, numel)
+        found = sparse_reduce.num_below(torch.from_numpy(positions).to(dtype), torch.from_numpy(ends), numel)
+        assert found.dtype == torch.int64 and found.tolist() == numpy.searchsorted(positions, ends).tolist()
+        assert reference.places(torch.from_numpy(positions).to(dtype)).tolist() == positions.tolist()

@@ -30,14 +30,14 @@ def worker(kernels):
                     continue
                 seed = a + b + i
                 cases.check_enter(kernels, n, gradient_dtype=gradient_dtype, wire=(FP32, BF16, FP16)[seed % 3], share=share, seed=seed,
-                                  factor=(1.0, 0.37, 1 / 1024)[i % 3], offset=i % 4, first=(0, 12345)[i % 2],
+                                  factor=(1.0, 0.37, 1 / 1024)[i % 3], offset=i % 4, first=(0, 12345, cases.FAR - n // 2)[seed % 3],
                                   own=((0, 0), (0, 1), (0.4, 0.3), (0.75, 0.25))[seed % 4], specials=i % 3 != 0)
     for i, n in enumerate(SIZES):
         for dtype in (FP32, BF16, FP16):
             cases.check_track(kernels, n, dtype, (1.0, 0.3)[i % 2], seed=i, offset=i % 4)
             cases.check_scatter(kernels, n, (0.0, 0.02, 1.0)[i % 3], dtype, seed=i, offset=i % 4)
         for share in (None, 0.0, 0.05, 1.0):
-            cases.check_take_ages(kernels, n, share, first=(0, 12345)[i % 2], seed=i, offset=i % 4)
+            cases.check_take_ages(kernels, n, share, first=(0, 12345, cases.FAR - n // 2)[i % 3], seed=i, offset=i % 4)
         cases.check_mark(kernels, n, max_age=(40, 1, 101)[i % 3], seed=i, offset=i % 4)
 
 
@@ -61,6 +61,7 @@ def masks(kernels):
             dense = [(), ((0, 1),), ((n // 3, n // 2),), ((n - 1, n),), tuple((k, k + 1) for k in range(0, min(n, 12), 2))][i % 5]
             for share in (0.01, 0.3, 1.0) if n < 1000 else (0.02,) if encoding == "bits" else (0.1,):
                 cases.check_masks(kernels, sizes, share, dense, encoding, seed=i)
+    cases.check_far_positions(kernels, is_real=False)
     n, mask = 70_000, torch.rand(70_000, generator=cases.rng(1)) < 0.02
     count = int(mask.sum())
     message = reference.pack_mask(mask, (), "indices", count)

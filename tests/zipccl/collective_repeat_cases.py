@@ -1,11 +1,12 @@
 """Cases run on every rank by test_collectives.py: what is made ready for one call serves the next of its kind (collectives/launch.py)."""
 import contextlib
+import random
 
 import torch
 import torch.distributed as dist
 
 from ds_zipccl.collectives import launch as launching
-from ds_zipccl.collectives import streams
+from ds_zipccl.collectives import streams, switch
 from ds_zipccl.collectives.cost import Costs, Curve
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.errors import FrameError
@@ -282,3 +283,75 @@ def case_probes_are_not_counted_as_calls(rank, world):
         for _ in range(3):
             assert live._run_to_end(specs()[AG], call, state, kinds)
         assert measured.num_calls == 2 and len(kinds) == 1
+
+
+@contextlib.contextmanager
+def repeats_as_on_a_gpu(live):
+    """A list that grows with every call that is launched like an earlier one, without a decision."""
+    hits, launch, init, capturing = [], live._repeats.launch, launching.Kind.__init__, streams.is_capturing
+
+    def made(self, *args):
+        init(self, *args)
+        self.on_gpu = True
+
+    def counting(call):
+        kind, flight = launch(call)
+        hits.extend([call.op] * (flight is not None))
+        return kind, flight
+
+    live._repeats.launch, launching.Kind.__init__ = counting, made
+    if torch.get_default_device().type == "cpu":
+        streams.is_capturing = lambda: False
+    try:
+        yield hits
+    finally:
+        launching.Kind.__init__, streams.is_capturing = init, capturing
+
+
+def forget_something(live, own):
+    """Of what no rank tells the others, whether it knows it."""
+    tables = [table for _, table in live.native_calls._tables.values()]
+    for known in own.sample([live._repeats._known, live._kinds, *tables], 2):
+        known.clear()
+    live.workspace.drop(lambda flight: own.random() < 0.5)
+
+
+def case_ranks_forget_at_different_times(rank, world):
+    """Rank 0 remembers all calls, the others do not: the same decisions, also where costs are measured anew, and the same bits."""
+    common, own, turns, original = random.Random(3), random.Random(rank), (), switch.measure
+    slower = iter([0.7, 0.95, 0.7, 1.2] * 20)
+
+    def measure(*_):
+        return Costs(Curve((1, 1 << 20), (1.0, 1000.0)), Curve((1, 1 << 20), (factor := next(slower), 1000.0 * factor)), 1.41)
+
+    switch.measure = measure
+    try:
+        for choice in ("always", "adaptive"):
+            with runtime(collectives=choice, reprobe_calls=8, deterministic_reduce=False) as live, repeats_as_on_a_gpu(live) as hits:
+                flying = []
+                for turn in range(80):
+                    noisy = {30: AG, 50: RS}.get(turn)                  # from the next one on that are incompressible
+                    op = noisy or common.choice((AG, RS, "broadcast", "all_reduce", "all_to_all_single"))
+                    call, result = call_and_result(op, rank, world, 3000, turn, bool(noisy))
+                    flying.append((*begin_ours(live, call), call, result))
+                    if rank and own.random() < 0.2:
+                        forget_something(live, own)
+                    while len(flying) > own.randrange(3):
+                        work, ours, call, result = flying.pop(own.randrange(len(flying)))
+                        work.wait()
+                        check(call, ours, result, f"{call.op}, {choice}, turn {turn}")
+                for work, ours, call, result in flying:
+                    work.wait()
+                    check(call, ours, result, f"{call.op}, {choice}, at the end")
+                state = live.state(dist.group.WORLD, torch.get_default_device())
+                rooms = [(key, capacity.spill_per_tile) for key, capacity in state.capacities.items()]
+                mine = ({op: row["calls_zipped"] for op, row in live.stats.snapshot().items()}, rooms,
+                        {key: measured.num_calls for key, measured in state._measured.items()})
+                everyones = [None] * world
+                dist.all_gather_object(everyones, mine)
+                assert all(each == mine for each in everyones), everyones
+                assert rank or len(hits) >= 3, hits
+                turns = *turns, sum(mine[0].values())
+    finally:
+        switch.measure = original
+    assert turns[0] > turns[1] > 15, turns

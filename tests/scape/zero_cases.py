@@ -193,7 +193,8 @@ def case_fp32(rank, world_size):
 
 
 def case_groups_clipping_accumulation_scheduler(rank, world_size):
-    """C118: every group keeps its own learning rate under a warm-up scheduler that names one."""
+    """C80: clipping by the documented norm, as the simulation does it. C118: every group keeps its own learning rate under a warm-up
+    scheduler that names one."""
     _both_stages("bf16", parameters=two_groups, gradient_clipping=0.05, accumulation=2, data_types={"grad_accum_dtype": "fp32"},
                  scheduler={"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 4}},
                  optimizer={"type": "scape", "params": {"lr": 0.01, "sparsity": 0.95, "dense_warmup_steps": 2}})
@@ -234,6 +235,7 @@ def case_fp16_overflow_changes_nothing(rank, world_size):
 
 
 def case_nan_on_one_rank_is_reported(rank, world_size):
+    """C78."""
     engine = initialize(settings(2))
     micro_step(engine, 0)
     records = []

@@ -248,7 +248,7 @@ def case_rank_order_sums(rank, world):
 
 
 def case_bytes_against_all_reduce(rank, world):
-    """The busiest rank sends less than in a ring all_reduce: less than half of it where buckets are balanced."""
+    """C73. The busiest rank sends less than in a ring all_reduce: less than half of it where buckets are balanced."""
     for stage, bucket, two_phases, bound in ((1, 40000, False, 0.5), (2, 10**6, False, 0.5), (2, 40000, world > 2, 1.0)):
         *_, stats, section = run(stage, zipccl={"min_bytes": 0}, steps=2, model=Deep, zero={"reduce_bucket_size": bucket})
         assert reasons(section) == set() and (section["two_phase"] > 0) == two_phases, (stage, bucket, section)

@@ -1,4 +1,5 @@
 """The flight: everything one zipped call needs, made once for calls of one kind."""
+import time
 from collections.abc import Callable
 
 import torch
@@ -8,6 +9,7 @@ from ds_zipccl.codec.codec import Codec
 from ds_zipccl.codec.format import OVERFLOW_BIT, SPILL_SHIFT, spill_need_bytes
 from ds_zipccl.collectives import nccl_direct, streams, transport
 from ds_zipccl.collectives.capacity import Need
+from ds_zipccl.collectives.payload_watch import WATCH
 from ds_zipccl.collectives.plans import Plan, Recipe
 from ds_zipccl.collectives.registry import Call
 from ds_zipccl.collectives.words import Words
@@ -36,6 +38,7 @@ class Flight:
     two_phases = False
     payload_work: dist.Work | None = None           # None: it was not torch's to launch, and comes before ``filled``
     raw_bytes = wire_bytes = 0
+    launched_at = looked_at = 0.0                   # of a payload without torch: payload_watch.py
 
     def __init__(self, call: Call, launch):
         self.launch, self.device, self.rank, self.world_size = launch, launch.device, call.rank, call.world_size
@@ -58,6 +61,17 @@ class Flight:
         self.recipe: Recipe | None = None           # of what can be prepared; the constructor's to give
         self._plan: Plan | None = None
         self._goes_by_plan = False
+
+    # What payload_watch.py asks.
+
+    @property
+    def timeout_s(self) -> float:
+        """The group's."""
+        return self.launch.side.timeout.total_seconds()
+
+    @property
+    def where(self) -> str:
+        return f"{self.launch.spec.name}, {self.launch.side.where}"
 
     # What constructors use.
 
@@ -98,7 +112,7 @@ class Flight:
     def begin(self, call: Call) -> None:
         """Launches ``call``."""
         self.call, self.resent, self.channel = call, False, transport.direct(call.group, self.device)
-        self._sent_again = False
+        self._sent_again, self.launched_at = False, self.looked_at
         if self._ended is not None:
             self._ended.join()
             self._ended = None
@@ -136,12 +150,15 @@ class Flight:
             plan = self._plan = Plan(
                 self.recipe, launch.launcher, call.input, call.output, self.status, launch.state.decode_stream, self.filled,
                 launch.state.payload_stream if nccl_direct.returns_when_queued(self.channel) else None)
+            if plan.sends:
+                WATCH.add(self)
         x, out = call.input.data_ptr(), call.output.data_ptr()
         if not plan.suits(x, out):
             return False
         posted = self.post_words()
         communicator = nccl_direct.handle(self.channel) if plan.sends and posted is not None else 0
         if communicator:
+            self.launched_at = time.monotonic()
             plan.call(communicator, x, out, *posted, plan.fills)
             self.is_early = self._goes_by_plan = True
             if not plan.fills:

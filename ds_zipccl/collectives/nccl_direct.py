@@ -2,7 +2,7 @@
 40 us of host time a call. The operations are those that torch itself would call, so ranks may mix.
 
 Status words go so, and payloads of prepared calls (plans.py) on groups with a mailbox. Torch's watchdog does not know these calls: that a
-rank has ended or is late is found by who waits for its word, after the group's own timeout.
+rank has ended or is late is found by who waits for its word, and by who watches payloads (payload_watch.py), after the group's own timeout.
 """
 import ctypes
 import functools

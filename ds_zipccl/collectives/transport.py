@@ -158,7 +158,7 @@ class SideChannel:
         rank, size = group.rank(), group.size()
         self._rank, self._size, self._device, self._purpose = rank, size, device, purpose
         name, timeout = f"zipccl/{purpose}/{device.type}/{group.group_name}", group_timeout(group, device)
-        self._timeout = timeout
+        self.timeout, self.where = timeout, f"group {group.group_name}, rank {rank} of {size}"
         self._place = place_of(group)
         # No key of the store is used twice. The store counts, not the process: a later group of the same name may have other ranks.
         self._keys = f"{name}/{size}/{handshake.next_meeting(self._place.store, rank, size, name=name)}"
@@ -177,7 +177,7 @@ class SideChannel:
         """On a GPU made when first used: never, where words go through shared memory and nothing overflows."""
         self._connecting = self._place.borrow(self._keys)           # NCCL waits there in its first call
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
+        options._timeout = self.timeout
         backend = self.__dict__["_backend"] = dist.ProcessGroupNCCL(self._connecting.store, self._rank, self._size, options)
         if self._is_aborted:                    # by another thread, which may have come too early to see it
             abort_backend(backend, self._device.type)
@@ -186,7 +186,7 @@ class SideChannel:
 
     def _gloo(self):
         options = dist.ProcessGroupGloo._Options()
-        options._devices, options._timeout = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)], self._timeout
+        options._devices, options._timeout = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)], self.timeout
         return dist.ProcessGroupGloo(self._loan.store, self._rank, self._size, options)
 
     @functools.cached_property

@@ -97,6 +97,7 @@ def case_side_channel_has_the_groups_timeout(rank, world):
     if device.type == "cpu":                # only now: ranks that make a group of so short a timeout might miss each other in that
         group._get_backend(device).options._timeout = timedelta(seconds=0.3)
     side = transport.SideChannel(group, device)
+    assert side.timeout == transport.group_timeout(group, device) and group.group_name in side.where and f"rank {rank} of" in side.where
     words, word = torch.empty(world, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     if rank == 0 and device.type == "cpu":             # NCCL would end the process
         start = time.monotonic()

@@ -5,6 +5,7 @@ import ctypes
 import itertools
 import subprocess
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from ds_zipccl.codec.format import OVERFLOW_BIT
-from ds_zipccl.collectives import group_state, launch, nccl_direct, streams
+from ds_zipccl.collectives import flight, group_state, launch, nccl_direct, streams
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.collectives.streams import copy as copy_elements
@@ -40,7 +41,7 @@ class Gpu:
     def __init__(self):
         self.current, self.seen, self.host, self.log, self.handles = 0, {}, set(), [], itertools.count(100)
         self._kept, self.events, self.storages, self.posts, self.told = {}, {}, {}, False, {}
-        self.is_prepared, self.num_prepared, self.num_sent, self.sends = False, 0, 0, False
+        self.is_prepared, self.num_prepared, self.num_sent, self.sends, self.watched = False, 0, 0, False, []
 
     def address(self, tensor):
         storage = tensor.untyped_storage()
@@ -105,6 +106,7 @@ class Event:
 
 class Communicator:
     """Runs on a stream of its own, behind what the current one was given, as NCCL under torch."""
+    timeout, where = timedelta(seconds=90), "group 7"
 
     def __init__(self, gpu, name):
         self._gpu, self._name = gpu, name
@@ -290,6 +292,7 @@ def gpu(request, monkeypatch, library):
     monkeypatch.setattr(FakeTensor, "record_stream", lambda *_: None, raising=False)
     monkeypatch.setattr(group_state, "SideChannel", lambda group, device, purpose="words": Communicator(gpu, {"bulk": "resend"}.get(
         purpose, "words")))
+    monkeypatch.setattr(flight, "WATCH", SimpleNamespace(add=gpu.watched.append))
     monkeypatch.setattr(group_state, "WATCH", SimpleNamespace(add=lambda state: None, wake=lambda: None))
     monkeypatch.setattr(Words, "tolist", lambda words: [gpu.word] * words.data.numel())
     monkeypatch.setitem(ops._SETS, "told", None)
@@ -385,6 +388,8 @@ def test_order_of_a_call(gpu, live, op, overflow, second):
         assert payloads and (encodes and words or op == "broadcast") and (decodes or overflow)
         assert bool(gpu.num_prepared) == (gpu.is_prepared and op in PREPARED)
         assert bool(gpu.num_sent) == (gpu.sends and op in PREPARED and op != "broadcast")
+        watched = [(each.launched_at > 0, each.timeout_s, each.where) for each in gpu.watched]
+        assert watched == [(True, 90, f"{op}, group 7")] * len(set(map(id, gpu.watched))) and bool(watched) == bool(gpu.num_sent)
         assert bool(resends) == (overflow or op == "all_reduce")
         for each in encodes | payloads | words | decodes | copies | resends:
             assert first in gpu.before(each), f"{gpu.log[each]} before its input is there"

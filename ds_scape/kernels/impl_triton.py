@@ -10,6 +10,7 @@ import torch
 from ds_scape.kernels import cuda_plans as plans
 from ds_scape.kernels.impl_reference import BLOCK, LANES, empty_beside, index_bytes, position_dtype
 from zipscape.errors import BuildError, describe
+from zipscape.op_builder import triton_device
 
 LOG_TILE, STEP, SPARSE = 12, 1024, 256         # elements of a program: of a residual (log2), of a step, of those at scattered places
 #: Programs of passes that most often have nothing to do.
@@ -19,13 +20,7 @@ FEW = 2048
 @functools.cache
 def load():
     """Raises BuildError when Triton is not installed, there is no GPU for it, or it cannot build: it needs a C compiler at run time."""
-    try:
-        from triton import knobs
-    except ImportError as error:
-        raise BuildError(describe("Triton is not installed", got=str(error), todo="pip install triton")) from error
-    if not knobs.runtime.interpret and not torch.cuda.is_available():
-        raise BuildError(describe("Triton has no device", got="no CUDA device, and TRITON_INTERPRET is not set"))
-    return _tried(TritonKernels(), "cpu" if knobs.runtime.interpret else "cuda")
+    return _tried(TritonKernels(), triton_device.device_type())
 
 
 def _tried(kernels, device: str):

@@ -11,7 +11,8 @@ import torch
 
 from ds_zipccl.errors import FrameError
 from ds_zipccl.kernels.geometry import Geometry
-from zipscape.errors import BuildError, describe
+from zipscape.errors import describe
+from zipscape.op_builder import triton_device
 
 # By level: warps and registers of a thread (None: as many as it takes) of the kernels' programs, for an H200. A tile is encoded by one
 # program, as many blocks at a time as that has warps: wide ones where there are too few tiles to fill the GPU.
@@ -26,12 +27,7 @@ _current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 def load():
     """Raises BuildError when Triton is not installed or there is no GPU for it."""
-    try:
-        from triton import knobs
-    except ImportError as error:
-        raise BuildError(describe("Triton is not installed", got=str(error), todo="pip install triton")) from error
-    if not knobs.runtime.interpret and not torch.cuda.is_available():
-        raise BuildError(describe("Triton has no device", got="no CUDA device, and TRITON_INTERPRET is not set"))
+    triton_device.device_type()
     return TritonKernels()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.scape_quality import text, workers
+from benchmarks.scape_quality.adamw_style import AdamWStyle
 from benchmarks.scape_quality.lane import Lane
 from benchmarks.scape_quality.model import Model, Shape
 from ds_scape.config import ScapeParams
@@ -17,7 +18,8 @@ LR_WARMUP = 100
 @dataclass(frozen=True)
 class Job:
     """``optimizer``: adamw, adams, adams_corrected or scape. The learning rate rises for 100 steps and falls as a cosine to a tenth.
-    batch: sequences of a worker and step. residual: the type that SCAPE's residuals are rounded to after every step."""
+    batch: sequences of a worker and step. residual: the type that SCAPE's residuals are rounded to after every step. denominator: adams or
+    adamw, what SCAPE's step is divided by."""
     name: str
     optimizer: str
     lr: float
@@ -28,6 +30,7 @@ class Job:
     workers: int = 4
     batch: int = 4
     residual: str = "fp32"
+    denominator: str = "adams"
     shape: Shape = field(default=Shape())
 
     def lr_at(self, step: int) -> float:
@@ -81,7 +84,8 @@ class Run:
         if job.optimizer == "scape":
             params = ScapeParams(lr=job.lr, density=job.density, dense_warmup_steps=job.dense_warmup_steps, betas=workers.BETAS,
                                  eps=workers.EPS, weight_decay=workers.WEIGHT_DECAY)
-            self.optimizer = workers.Scape(shape.slots(), self.model.copies, initial, job.workers, params, job.residual == "bf16")
+            made = {"adams": workers.Scape, "adamw": AdamWStyle}[job.denominator]
+            self.optimizer = made(shape.slots(), self.model.copies, initial, job.workers, params, job.residual == "bf16")
         else:
             self.optimizer = workers.Dense(job.optimizer, self.model.copies, initial)
         starts = text.places(self._train.numel(), job.steps * job.workers * job.batch, shape.seq_len, job.seed)

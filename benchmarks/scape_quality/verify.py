@@ -3,10 +3,14 @@
 
     python -m benchmarks.scape_quality.verify
 """
+import tempfile
+from pathlib import Path
+
 import torch
 
-from benchmarks.scape_quality import workers
+from benchmarks.scape_quality import text, workers
 from benchmarks.scape_quality.model import Model, Shape, squares
+from benchmarks.scape_quality.run import Held, Job, Run
 from benchmarks.scape_quality.threads import Ranks, ThreadTransport
 from ds_scape.config import ScapeParams
 from ds_scape.optimizer.flow import Flow
@@ -15,6 +19,8 @@ from ds_scape.sync.partition import flat_layout
 from ds_scape.update import norms
 
 SMALL = Shape(vocab=64, dim=32, layers=2, heads=2, seq_len=16)
+#: Changes that make a job one of a few steps with and without masks.
+SHORT = {"optimizer": "scape", "density": 0.1, "dense_warmup_steps": 2, "steps": 12}
 
 
 def _flow(slots, initial: torch.Tensor, rank: int, ranks: Ranks, num_workers: int, params: ScapeParams, group: dict) -> Flow:
@@ -56,6 +62,36 @@ def differences(shape: Shape, device: torch.device, steps: int, num_workers: int
     return found
 
 
+def resumption(jobs: list[Job], device: torch.device, compiled: bool) -> list[str]:
+    """What differs between runs of these jobs and the same ones stopped in their middle, saved and loaded; empty: no bit."""
+    generator, found = torch.Generator("cpu").manual_seed(9), []
+    drawn = torch.randint(min(job.shape.vocab for job in jobs), (200_000,), generator=generator, device="cpu").to(torch.int16)
+    tokens = {part: drawn.to(device) for part in text.PARTS}
+
+    def go(job: Job, start: int, stop: int, folder: Path) -> Run:
+        run = Run(job, tokens["train"], Held(tokens, job.shape.seq_len, device, batches=1), device, compiled)
+        if start:
+            run.load(folder)
+        for step in range(start, stop):
+            run.begin()
+            run.finish()
+            if step % 3 == 0:
+                run.look()
+        run.save(folder)
+        return run
+
+    for job in jobs:
+        with tempfile.TemporaryDirectory() as folder:
+            whole = go(job, 0, job.steps, Path(folder))
+            go(job, 0, job.steps // 2, Path(folder))
+            part = go(job, job.steps // 2, job.steps, Path(folder))
+        pairs = {"copies": (part.model.copies, whole.model.copies)}
+        pairs |= {name: (mine, whole.optimizer.state()[name]) for name, mine in part.optimizer.state().items() if torch.is_tensor(mine)}
+        found += [f"{job.name}: {name}" for name, (mine, other) in pairs.items() if not _same(mine, other)]
+        found += [f"{job.name}: losses"] * (part.row["curve"] != whole.row["curve"])
+    return found
+
+
 def model_error(shape: Shape, device: torch.device, batch: int = 4, num_workers: int = 4) -> tuple[float, bool]:
     """|compiled - plain| / |plain| of all workers' gradients; bf16 arithmetic in both, so about 0.01. And whether the compiled model
     gives the same bits when it is asked again."""
@@ -72,8 +108,7 @@ def model_error(shape: Shape, device: torch.device, batch: int = 4, num_workers:
 
 
 def _same(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    ints = {2: torch.int16, 4: torch.int32}[mine.element_size()]
-    return torch.equal(mine.view(ints), theirs.view(ints))
+    return torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
 
 def main(shape: Shape | None = None) -> bool:

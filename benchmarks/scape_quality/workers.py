@@ -81,8 +81,7 @@ class Scape:
                                square=None if self.layout.is_full else flat.square[own], own_start=own.start, beta2=BETAS[1])
         mean = mean_of_rows(values, self._mean[:num])
         out = self.copies if index is None else self.copies.new_empty(num)
-        scape_rule.synchronise(flat.weight, flat.momentum, flat.last_sync, mean, index, step, flat.age_tables, flat.decay_products, out,
-                               lr=lr, beta2=BETAS[1], eps=EPS, catch_up=self.params.catch_up, kernels=self.kernels)
+        self._owner_step(mean, index, step, lr, out)
         if index is not None:
             self.kernels.scatter(self.copies, index, out)
         if self._rounds_residual:
@@ -92,6 +91,11 @@ class Scape:
             torch.cat([self.residual[rank, rank * size:(rank + 1) * size] for rank in range(self.workers)], out=self._own)
             self.kernels.select(self._own, flat.square, flat.last_sync, step, flat.max_age, self._segments, self._chosen)
             self._message = self.kernels.pack_mask(self._chosen, self._dense, "bits", self._free)
+
+    def _owner_step(self, mean, index, step, lr, out) -> None:
+        flat = self.flat
+        scape_rule.synchronise(flat.weight, flat.momentum, flat.last_sync, mean, index, step, flat.age_tables, flat.decay_products, out,
+                               lr=lr, beta2=BETAS[1], eps=EPS, catch_up=self.params.catch_up, kernels=self.kernels)
 
     def state(self) -> dict:
         flat = {name: getattr(self.flat, name) for name in self.STATE}

@@ -2,12 +2,14 @@
 every worker's gradient is its own; no held-out text is trained on."""
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.scape_quality import __main__ as benchmark
 from benchmarks.scape_quality import lane, picture, run, text, verify, workers
+from benchmarks.scape_quality.adamw_style import AdamWStyle
 from benchmarks.scape_quality.model import Model, Shape, losses
 from benchmarks.scape_quality.threads import Ranks, ThreadTransport
 from tests.helpers.bits import assert_same_bits
@@ -131,6 +133,68 @@ def test_stopped_runs_go_on_as_if_they_had_not_been(stopped_at, tokens, tmp_path
         assert_same_bits(mine.model.copies, theirs.model.copies, mine.job.name)
     with pytest.raises(ValueError, match="another job"):
         made([job(name="s", density=0.2)], tokens)[0].load(tmp_path)
+
+
+def test_what_a_checkpoint_lacks_is_seen(monkeypatch):
+    jobs = [job(**verify.SHORT), job(**verify.SHORT | {"denominator": "adamw"})]
+    assert verify.resumption(jobs, CPU, False) == []
+    load = workers.Scape.load
+    monkeypatch.setattr(workers.Scape, "load", lambda self, saved: load(self, saved | {"residual": torch.zeros_like(saved["residual"])}))
+    assert any("residual" in line for line in verify.resumption(jobs[:1], CPU, False))
+
+
+def test_calls_that_end_too_early_make_the_rows_of_one_call(tokens, tmp_path, monkeypatch):
+    (tmp_path / "manifest.json").write_text("{}")
+    monkeypatch.setattr(text, "load", lambda folder: {name: part.view(torch.uint16) for name, part in tokens.items()})
+    monkeypatch.setattr(benchmark.Chunk, "_beside", lambda self, *command: SimpleNamespace(wait=lambda: 0))
+
+    def call(folder, ticks=()):
+        common = "--steps 8 --workers 2 --batch 2 --dim 32 --layers 1 --seq-len 16 --vocab 64 --eval-every 4 --no-verify --whole"
+        runs, ticks = "--runs scape90_warm:2,scape99_warm_v,adamw@1e-3 --seeds 1", iter(ticks)
+        with monkeypatch.context() as patch:
+            if ticks:
+                patch.setattr(run, "time", SimpleNamespace(monotonic=lambda: next(ticks, 1e9)))
+            assert benchmark.main([*common.split(), *runs.split(), "--folder", str(tmp_path / folder), "--text", str(tmp_path),
+                                   "--json", str(tmp_path / "x.json")]) == 0
+        found = json.loads((tmp_path / "x.json").read_text())
+        return {row["job"]["name"]: row for row in found["rows"]}, {row["job"]["name"]: row for row in found["stopped"]}
+
+    whole, none = call("whole", [0.0] * 99)
+    assert none == {} and {name: row["job"]["seed"] for name, row in whole.items()} == {"scape90_warm": 2, "scape99_warm_v": 1, "adamw": 1}
+    rows, stopped = call("part", [0.0] * 5)
+    assert rows == {} and {row["step"] for row in stopped.values()} == {6} and all(len(row["curve"]) == 1 for row in stopped.values())
+    assert call("part", [0.0] * 99) == (whole, {})
+    assert not list((tmp_path / "part").glob("*.pt"))
+
+
+def test_adamws_denominator(tokens):
+    """The owner's step beside one of another form, in double precision: all steps that a coordinate waited for, one by one."""
+    scape, = (one.optimizer for one in made([job(denominator="adamw", density=0.3, lr=0.01)], tokens))
+    assert type(scape) is AdamWStyle
+    numel, generator = scape.copies.numel(), torch.Generator("cpu").manual_seed(2)
+    w, m, v = scape.flat.weight.double(), torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    b1, b2 = workers.BETAS
+    last, oldest = torch.zeros(numel), 0
+    for step in range(1, 7):
+        scape.receive()
+        at = torch.arange(numel) if scape.positions is None else scape.positions.long()
+        gradients = (torch.randn(2, numel, generator=generator) * 1e-3).bfloat16()
+        sent = (scape.residual + gradients).bfloat16().double().mean(0)
+        scape.step(gradients, 0.01, [1e-4, 1e-4])
+        age = step - last
+        oldest = max(oldest, int(age[at].max()))
+        for waited in range(1, int(age.max()) + 1):
+            which = at[age[at] == waited]
+            g, left = sent[which] / waited, b2 ** waited
+            w[which] *= (1 - 0.01 * workers.WEIGHT_DECAY) ** waited
+            v[which] = left * v[which] + (1 - left) * sent[which] ** 2 / waited
+            for _ in range(waited):
+                m[which] = b1 * m[which] + (1 - b1) * g
+                w[which] -= 0.01 * m[which] / ((v[which] / (1 - b2 ** step)).sqrt() + 1e-8)
+        last[at] = step
+        for mine, other, least in ((scape.flat.weight, w, 1e-8), (scape.flat.momentum, m, 1e-10), (scape.second, v, 1e-14)):
+            torch.testing.assert_close(mine.double(), other, rtol=1e-4, atol=least)
+    assert oldest > 2
 
 
 @pytest.fixture

@@ -190,8 +190,8 @@ class Chunk:
             self.say("ready:", ", ".join(job.key for job in now), f"(forward and backward alone: {alone} ms)")
             stopped = side_by_side(runs, args.eval_every, self.deadline, args.whole, self.report, self.keep)
             for run in stopped:
+                (folder / f"{run.job.key}.stopped.json").write_text(json.dumps(run.settle()))
                 run.save(folder)
-                (folder / f"{run.job.key}.stopped.json").write_text(json.dumps(run.row))
                 self.say(f"{run.job.key}: stopped at step {run.row['step']}", run.row["curve"][-1:])
             runs = stopped = run = None         # their memory is for the next ones
         if self.device.type == "cuda":

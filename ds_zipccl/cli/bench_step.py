@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from ds_zipccl.cli import bench_collectives, ranks, step_run
+from ds_zipccl.cli import bench_collectives, ranks, step_model, step_run
 from ds_zipccl.collectives.registry import specs
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.config import ZipcclConfig
@@ -74,7 +74,7 @@ DEFAULT_RUNS = "native,zipped,again"
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--models", metavar="LIST", default="350m", help=f"of {', '.join(step_run.SIZES)} (default 350m)")
+    parser.add_argument("--models", metavar="LIST", default="350m", help=f"of {', '.join(step_model.SIZES)} (default 350m)")
     parser.add_argument("--stages", metavar="LIST", default="2,3", help="ZeRO stages, of 1, 2, 3 (default 2,3)")
     parser.add_argument("--tokens", metavar="LIST", default="2048", help="per GPU and step; multiples of --seq-len (default 2048)")
     parser.add_argument("--runs", metavar="LIST", default=DEFAULT_RUNS, help=f"of {', '.join(RUNS)} (default {DEFAULT_RUNS})")
@@ -101,7 +101,7 @@ def _list(args, name: str, known) -> list[str]:
 
 
 def _check(args) -> None:
-    _list(args, "models", step_run.SIZES)
+    _list(args, "models", step_model.SIZES)
     _list(args, "stages", ("1", "2", "3"))
     runs, transports = _list(args, "runs", RUNS), _list(args, "transports", TRANSPORTS)
     for name in runs:
@@ -149,7 +149,7 @@ def _bench(args, transport: str, rows_path: str, rows_before: list[dict], comman
     step_run.prepare(args.device)
     first, rows, status = dist.get_rank() == 0, [], 0
     speedups = _collectives(args)
-    for model, stage, tokens in itertools.product(_list(args, "models", step_run.SIZES), _list(args, "stages", ("1", "2", "3")),
+    for model, stage, tokens in itertools.product(_list(args, "models", step_model.SIZES), _list(args, "stages", ("1", "2", "3")),
                                                   map(int, args.tokens.split(","))):
         plans = {name: RUNS[name] for name in _list(args, "runs", RUNS) if int(stage) in RUNS[name].stages}
         plans = {name: plan for name, plan in plans.items() if plan.rival in (None, *plans)}

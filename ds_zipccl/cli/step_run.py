@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn import functional as F
 
 from ds_zipccl.cli import step_trace
+from ds_zipccl.cli.step_model import GPT, SIZES
 
 TRACED_STEPS = 2
 #: Methods of DeepSpeed's backend -> (how many times (W - 1) / W of what is given a rank sends, 0: W times; where that stands); its names.
@@ -21,39 +20,6 @@ _SENT = {"all_reduce": (2, 0), "all_reduce_coalesced": (2, 0), "broadcast": (1, 
          "reduce_scatter_tensor": (1, 1), "all_to_all_single": (1, 1), "all_to_all": (1, 1), "all_gather": (0, 1),
          "all_gather_into_tensor": (0, 1), "all_gather_coalesced": (0, 1)}
 _GIVEN = ("input_tensors", "input_tensor", "input_list", "input_tensor_list", "input", "tensors", "tensor")
-
-
-@dataclass(frozen=True)
-class Size:
-    vocab: int
-    dim: int
-    layers: int
-    heads: int
-
-
-#: By name; the parameters without and with the embedding, which is tied to the head.
-SIZES = {"tiny": Size(512, 64, 2, 2), "350m": Size(50304, 1024, 24, 16), "1.3b": Size(50304, 2048, 24, 16)}
-
-
-class GPT(nn.Module):
-    """Tokens int64 [batch, seq_len] to the mean loss of the next ones; torch's own encoder layers, causal, norm first."""
-
-    def __init__(self, size: Size, seq_len: int):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(size.dim, size.heads, 4 * size.dim, dropout=0.0, activation="gelu", batch_first=True,
-                                           norm_first=True)
-        self.tokens, self.positions = nn.Embedding(size.vocab, size.dim), nn.Embedding(seq_len, size.dim)
-        self.layers = nn.TransformerEncoder(layer, size.layers, nn.LayerNorm(size.dim), enable_nested_tensor=False)
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        seq_len = tokens.shape[1] - 1
-        x = self.tokens(tokens[:, :-1]) + self.positions.weight[:seq_len]
-        mask = nn.Transformer.generate_square_subsequent_mask(seq_len, device=x.device, dtype=x.dtype)
-        logits = self.layers(x, mask=mask, is_causal=True) @ self.tokens.weight.t()
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 @dataclass(frozen=True)
@@ -117,7 +83,7 @@ def run(job: Job) -> dict:
     (by collective, what this rank sends to others in a step if nothing is zipped).
     """
     from ds_zipccl.backend import deepspeed_comm, deepspeed_hooks
-    training, on_gpu = Training(job), job.device == "cuda"
+    training, traced, on_gpu = Training(job), None, job.device == "cuda"
     training.steps(job.warmup)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -137,7 +103,7 @@ def run(job: Job) -> dict:
     training.engine.destroy()
     if runtime:
         deepspeed_hooks.deactivate()
-    del training
+    training = traced = None
     gc.collect()
     if on_gpu:
         torch.cuda.empty_cache()
@@ -150,6 +116,7 @@ def prepare(device: str) -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)            # losses are compared by bits
+    torch.utils.deterministic.fill_uninitialized_memory = False         # which that would do to whatever torch.empty gives
 
 
 @contextlib.contextmanager

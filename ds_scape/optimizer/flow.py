@@ -274,7 +274,7 @@ class Flow:
         begun = begun and self._ahead.finish(begun)
         self._lend(fresh, space, range(self.layout.world_size) if lasts is None else [rank])
         splits = positions.splits
-        room, message = space.for_exchange(sent, splits, rank, self.flats[0].copies.dtype)
+        room, message, taken = space.for_exchange(sent, splits, rank, self.flats[0].copies.dtype)
         received = self.transport.to_owners(sent, splits, "values", lambda numel, _: room[:numel])
         del sent, values, out
         self._move_owned(received, positions, message[:splits[rank]].split(positions.counts[rank]), lasts, space)
@@ -286,7 +286,7 @@ class Flow:
         mark = space.mark()
         gather_weights([flat.copies for flat in self.flats], message, positions, self.transport, space.empty, self.kernels)
         space.release(mark)
-        for used in (room, message):
+        for used in taken:
             space.give_back(used)
         return left
 

@@ -15,13 +15,14 @@ class Rooms:
         self._free: list[tuple[int, int, int]] = []             # (block, start, stop), ascending, none beside another
 
     def lend(self, block: int, start: int, stop: int) -> None:
-        """These bytes are free from now on."""
+        """These bytes are free from now on, none of which was: what is free twice would be handed out twice."""
         merged = []
-        for room in sorted([*self._free, (block, start, stop)]):
-            if merged and merged[-1][0] == room[0] and merged[-1][2] == room[1]:
+        for room in sorted([*self._free, (block, start, stop)] if start < stop else self._free):
+            if merged and merged[-1][0] == room[0] and merged[-1][2] >= room[1]:
+                assert merged[-1][2] == room[1], "memory is given back that is free already"
                 room = (room[0], merged.pop()[1], room[2])
             merged.append(room)
-        self._free = [room for room in merged if room[1] < room[2]]
+        self._free = merged
 
     def take(self, num_bytes: int, tight: int = ALIGNMENT, at_end: bool = False) -> tuple[int, int] | None:
         """(block, start) in the smallest room in which ``num_bytes`` fit, at its beginning or at its end; None: there is none. tight: the
@@ -105,15 +106,18 @@ class Workspace:
             if 0 <= start < len(block):
                 self._rooms.lend(number, start, start + tensor.nbytes)
 
-    def for_exchange(self, sent: torch.Tensor, splits: list[int], rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """(where every rank's values come in, [at least W * k]; the message of weights, of ``dtype``, as long as the longest): the same
-        memory from the beginning on, if it can be. A value is not needed any more when the weight is known that takes its place. With one
-        rank ``sent`` is what comes in."""
+    def for_exchange(self, sent: torch.Tensor, splits: list[int], rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, list]:
+        """(where every rank's values come in, [at least W * k]; the message of weights, of ``dtype``, as long as the longest; what is to be
+        given back): the first two are the same memory from the beginning on, if they can be. A value is not needed any more when the weight
+        is known that takes its place. With one rank ``sent`` is what comes in."""
         ranks, longest = len(splits), max(splits) * dtype.itemsize
         is_one = sent.itemsize >= dtype.itemsize
         num = max(ranks * splits[rank], -(-longest // sent.itemsize) if is_one else 0)
         room = sent if ranks == 1 else self.empty(num, sent.dtype)
-        return room, room.view(torch.uint8)[:longest].view(dtype) if is_one else self.empty(max(splits), dtype, is_tight=True)
+        if is_one:
+            return room, room.view(torch.uint8)[:longest].view(dtype), [room]
+        message = self.empty(max(splits), dtype, is_tight=True)
+        return room, message, [room, message]
 
     def has_room(self, *sizes: int) -> bool:
         """Whether so many bytes each would all be in lent memory."""

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from ds_scape.optimizer import ranking, spans
+from ds_scape.optimizer import ranking, spans, workspace
 from ds_scape.optimizer.ahead import Ahead
 from ds_scape.sync import sparse_reduce
 from ds_scape.update import adams
@@ -77,6 +77,39 @@ def case_offload_for_long_enough_that_coordinates_are_overdue(rank, world_size):
 
 def is_cut(is_too_large, group, has_room, size):
     return is_too_large(group, lambda *sizes: False, size)
+
+
+class NotesOnAGpu:
+    """The kernels of a flow, whose selection writes into as much beside what it chooses as it does on a GPU."""
+
+    def __init__(self, kernels):
+        self._kernels = kernels
+
+    def __getattr__(self, name):
+        return getattr(self._kernels, name)
+
+    def select(self, *args):
+        *given, segments, chosen, empty = args
+        self._kernels.select(*given, segments, chosen, empty)
+        empty(chosen.numel() * 83 // 128 + 1, torch.int32).fill_(-1)        # after the choice: it lies in nothing of the choice's
+        return chosen
+
+
+def case_offload_by_kernels_that_note_things_down(rank, world_size):
+    """What they note lies in the gradients' memory, beside what they choose. (Found on GPUs: memory that was given back twice was both.)"""
+    shapes = [[(37, 11), (11,), (300, 9), (5, 50), (60, 9), (1, 3)], [(64,), (7,)], [(90, 40), (11, 50)]]
+    for piece, dtype in ((1000, torch.bfloat16), (400, torch.float32)):
+        problem = Problem(world_size, dtype=dtype, offload=True, shapes=shapes, piece=piece)
+        flow, simulation = problem.flow(dist, rank), problem.simulation()
+        flow.kernels = NotesOnAGpu(flow.kernels)
+        for step in range(1, 5):
+            gradients = [problem.gradient(worker, step) for worker in range(world_size)]
+            simulation.step([[g.clone() for g in own] for own in gradients])
+            fresh, whole = workspace.joined(gradients[rank], dtype)[::-1]
+            torch._foreach_copy_(fresh, gradients[rank])
+            flow.step(fresh, may_overwrite=True)
+            compare(flow, simulation, f"step {step}:")
+            whole.zero_()
 
 
 def case_offload_on_streams_that_run_late(rank, world_size):

@@ -121,6 +121,35 @@ def test_nothing_is_handed_out_twice():
     assert whole.empty(70_000, torch.uint8).data_ptr() == blocks[1].data_ptr()
 
 
+def test_nothing_is_given_back_twice():
+    """Whole, a part, across its ends, after it was joined with its neighbours; nothing at all may be, anywhere."""
+    rooms = workspace.Rooms()
+    rooms.lend(0, 128, 640)
+    rooms.lend(0, 640, 700)
+    for start, stop in ((128, 700), (128, 192), (300, 400), (0, 129), (699, 800), (0, 800)):
+        with pytest.raises(AssertionError, match="free already"):
+            rooms.lend(0, start, stop)
+    rooms.lend(0, 300, 300)
+    rooms.lend(1, 128, 700)
+    assert rooms.mark() == [(0, 128, 700), (1, 128, 700)]
+
+
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("copies", [torch.bfloat16, torch.float32])
+def test_what_an_exchange_took_is_free_once(wire, copies):
+    """The weights' message lies where the values came in, if it can."""
+    block = torch.zeros(9000, dtype=torch.uint8)
+    for splits in ([300, 500], [500, 300], [0, 7]):
+        space = workspace.Workspace(torch.device("cpu"), [block])
+        space.lend(block, 0, len(block))
+        before = space.mark()
+        room, message, taken = space.for_exchange(torch.zeros(sum(splits), dtype=wire), splits, 0, copies)
+        assert room.numel() >= 2 * splits[0] and message.numel() == max(splits)
+        for tensor in taken:
+            space.give_back(tensor)
+        assert space.mark() == before
+
+
 def most_of(layout, beside_adams=False) -> int:
     """At any time on the device, with offload, beyond dense ZeRO 1 with Adam, or with AdamS."""
     kept = memory.kept_bytes(layout)

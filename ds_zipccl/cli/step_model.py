@@ -18,6 +18,11 @@ class Size:
 SIZES = {"tiny": Size(512, 64, 2, 2), "350m": Size(50304, 1024, 24, 16), "1.3b": Size(50304, 2048, 24, 16)}
 
 
+def _parameter(make, *shape: int) -> nn.Parameter:
+    """On the device that torch makes a script's modules on."""
+    return nn.Parameter(make(*shape, device=torch.get_default_device()))
+
+
 class Block(nn.Module):
     """One layer, norm first, without biases. All its parameters are its own, not those of modules below it: ZeRO-3 then fetches a layer at
     once, as it does what ``stage3_module_granularity_threshold`` makes a leaf, and runs its hooks once a layer."""
@@ -25,9 +30,9 @@ class Block(nn.Module):
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self._heads = heads
-        self.norm1, self.norm2 = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.ones(dim))
-        self.qkv, self.out = nn.Parameter(torch.empty(3 * dim, dim)), nn.Parameter(torch.empty(dim, dim))
-        self.up, self.down = nn.Parameter(torch.empty(4 * dim, dim)), nn.Parameter(torch.empty(dim, 4 * dim))
+        self.norm1, self.norm2 = _parameter(torch.ones, dim), _parameter(torch.ones, dim)
+        self.qkv, self.out = _parameter(torch.empty, 3 * dim, dim), _parameter(torch.empty, dim, dim)
+        self.up, self.down = _parameter(torch.empty, 4 * dim, dim), _parameter(torch.empty, dim, 4 * dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, seq_len, dim = x.shape
@@ -42,9 +47,9 @@ class GPT(nn.Module):
 
     def __init__(self, size: Size, seq_len: int):
         super().__init__()
-        self.tokens, self.positions = nn.Parameter(torch.empty(size.vocab, size.dim)), nn.Parameter(torch.empty(seq_len, size.dim))
+        self.tokens, self.positions = _parameter(torch.empty, size.vocab, size.dim), _parameter(torch.empty, seq_len, size.dim)
         self.blocks = nn.ModuleList(Block(size.dim, size.heads) for _ in range(size.layers))
-        self.norm = nn.Parameter(torch.ones(size.dim))
+        self.norm = _parameter(torch.ones, size.dim)
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)

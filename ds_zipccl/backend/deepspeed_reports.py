@@ -47,7 +47,10 @@ class CommsLoggerReport:
             self._logger.__dict__.pop(name, None)
 
     def _rows(self) -> dict[str, dict]:
-        return {op: difference(row, self._before.get(op, {})) for op, row in self._stats.snapshot().items()}
+        rows = {op: difference(row, self._before.get(op, {})) for op, row in self._stats.snapshot().items()}
+        for row in rows.values():
+            row["ratio"] = round(row["raw_bytes"] / row["wire_bytes"], 4) if row["wire_bytes"] else None
+        return rows
 
     def _log_all(self, print_log=True, show_straggler=False, return_dict=False):
         result = type(self._logger).log_all(self._logger, print_log=print_log, show_straggler=show_straggler, return_dict=return_dict)

@@ -14,10 +14,10 @@ from tests.train.zero_cases import ZIPPED, Net, settings
 AG = "all_gather_into_tensor"
 
 
-def _engine(**extra):
+def _engine(zipccl=ZIPPED, **extra):
     torch.manual_seed(0)
     model = Net()
-    config = settings(3, "bf16", zipccl=ZIPPED, **extra)
+    config = settings(3, "bf16", **({"zipccl": zipccl} if zipccl else {}), **extra)
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
@@ -47,17 +47,22 @@ def case_monitor_gets_our_series(rank, world):
 
 def case_comms_logger_shows_our_calls(rank, world):
     """C91: ops keep their names, sizes are logical, wire bytes are added; stopping and resetting work."""
-    logger = deepspeed_dist.comm.comms_logger
-    engine = _engine(comms_logger={"enabled": True, "verbose": False, "prof_all": True})
-    _step(engine)
-    logger.reset_data()
-    _step(engine)
-    result = deepspeed_dist.log_summary(return_dict=True)
-    ours, theirs = result["zipccl"][AG], result["summary"][AG]
-    zipped = [size for size in theirs if size >= ZIPPED["min_bytes"]]
-    assert zipped and ours["calls_zipped"] > 0 and ours["wire_bytes"] < ours["raw_bytes"]
-    counted = sum(entry["count"] for entry in theirs.values())
-    assert counted == ours["calls_zipped"] + ours["calls_native"], (counted, ours)
+    logger, tables = deepspeed_dist.comm.comms_logger, []
+    for zipccl in (None, ZIPPED):
+        engine = _engine(zipccl, comms_logger={"enabled": True, "verbose": False, "prof_all": True})
+        _step(engine)
+        logger.reset_data()
+        _step(engine)
+        result = deepspeed_dist.log_summary(return_dict=True)
+        tables.append({op: {size: entry["count"] for size, entry in sizes.items()} for op, sizes in result["summary"].items()})
+        if zipccl is None:
+            engine.destroy()
+    assert tables[0] == tables[1] and {AG, "reduce_scatter_tensor"} <= tables[0].keys(), "other names, sizes or counts than natively"
+    for op in (AG, "reduce_scatter_tensor"):
+        ours = result["zipccl"][op]
+        assert sum(tables[1][op].values()) == ours["calls_zipped"] + ours["calls_native"] and ours["calls_zipped"] > 0, (op, ours)
+        assert sum(ours["native_reasons"].values()) == ours["calls_native"], ours
+        assert 1.1 < ours["ratio"] < 1.42 and ours["ratio"] == round(ours["raw_bytes"] / ours["wire_bytes"], 4), ours
     logger.stop_profiling_comms()
     before = logger.get_total_operations()
     _step(engine)

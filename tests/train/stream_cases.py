@@ -4,8 +4,10 @@ import contextlib
 import time
 import traceback
 import warnings
+from unittest import mock
 
 import torch
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_zipccl.collectives.registry import specs
@@ -139,6 +141,29 @@ def _train(config, stage, around, steps):
         return zero_cases.train(config, stage, steps=steps)
     finally:
         zero_cases.deepspeed.initialize = inner
+
+
+def case_compiled_models_train_as_natively_at_2(rank, world):
+    """C60: through ``engine.compile``, with gradients reduced behind a compiled backward."""
+    inner = zero_cases.deepspeed.initialize
+
+    def compiling(**how):
+        engine, *rest = inner(**how)
+        engine.compile(backend="aot_eager")
+        return engine, *rest
+
+    for stage, section in ((2, zero_cases.ZIPPED), (3, zero3_cache_helpers.CACHED)):
+        runs = []
+        for one in (None, section):
+            config = zero_cases.settings(stage, "bf16", **({} if one is None else {"zipccl": one}))
+            config["zero_optimization"]["overlap_comm"] = True
+            counters.clear()
+            with mock.patch.object(zero_cases.deepspeed, "initialize", compiling):
+                runs.append(zero_cases.train(config, stage, steps=2))
+            assert torch._dynamo.config.disable or counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+            torch._dynamo.reset()
+        assert runs[0][:2] == runs[1][:2], f"stage {stage}"
+        assert runs[1][2]["all_gather_into_tensor"]["calls_zipped"] > 0, runs[1][2]
 
 
 # -- on GPUs: real streams

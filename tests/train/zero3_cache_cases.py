@@ -1,9 +1,13 @@
 """Cases run on every rank by test_zero3_cache.py: ZeRO-3 with ``cache_params``, bit by bit the same training as without."""
+import os
 import tempfile
+from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.comm import coalesced_collectives
+from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import safe_set_full_fp32_param
 
 from ds_zipccl.backend.zero3_params import ATTRIBUTE
@@ -195,3 +199,48 @@ def case_engines_of_one_process(rank, world_size):
     cached, counters = run_two(CACHED)
     assert counters["unknown_writes"] == 0
     assert cached == run_two({**CACHED, "cache_params": False})[0]
+
+
+class Quantizer:
+    """Stands for DeepSpeed's, which is built for GPUs alone: int8, one scale for what is quantized at once."""
+    Symmetric = None
+
+    def quantize(self, data, *_):
+        scale = (data.float().abs().max() / 127).clamp(min=1e-30).view(1)
+        return (data.float() / scale).round().to(torch.int8), scale
+
+    def dequantize(self, data, scales, *_, dtype=torch.bfloat16):
+        """Equal parts, a scale for each; the last part may be cut short."""
+        each = scales.repeat_interleave(-(-data.numel() // scales.numel()))[:data.numel()]
+        return (data.float().view(-1) * each).view(data.shape).to(dtype)
+
+    def swizzle_quant(self, data, groups, bits, kind, pipelines, nodes, ranks):
+        assert ranks == 1
+        parts, scales = zip(*map(self.quantize, data.view(nodes, -1)), strict=True)
+        return torch.cat(parts), torch.cat(scales)
+
+    def quantized_reduction(self, data, scales, *_):
+        return data, scales                 # of one rank
+
+
+class Even(Net):
+    """Without padding: DeepSpeed leaves it as it finds it, and quantizes it with the rest."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(96, 64)
+
+
+def case_quantized_by_zero_plus_plus(rank, world_size):
+    """C70: what ZeRO++ has made small travels as it is, the rest as without it: its settings win. Every rank is a node of its own."""
+    with (mock.patch.object(partition_parameters, "CUDAQuantizer", Quantizer), mock.patch.dict(os.environ, LOCAL_SIZE="1"),
+          mock.patch.object(coalesced_collectives, "quantizer_module", Quantizer())):
+        for quantized, op in (("weights", "all_gather_into_tensor"), ("gradients", "all_to_all_single")):
+            run = compare(world_size=world_size, make=Even, extra={"zero_optimization": {f"zero_quantized_{quantized}": True}}, steps=3)
+            cache, row = run.cache, run.ops[op]
+            assert row["native_reasons"]["dtype"] > 0, run.ops
+            if quantized == "weights":
+                assert set(cache["bypassed"]) == {"quantized"} and cache["encodes"] == cache["held_bytes"] == 0, cache
+                assert run.ops["reduce_scatter_tensor"]["calls_zipped"] > 0
+            else:
+                assert cache["shards"] > 0 and row["calls_zipped"] == 0 and "quantized" not in cache["bypassed"], run

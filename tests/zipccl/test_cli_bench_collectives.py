@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_zipccl.cli.bench_collectives import median_interval
+from ds_zipccl.cli.bench_collectives import IN_PLACE, median_interval
 from ds_zipccl.cli.main import main
 from ds_zipccl.collectives.registry import specs
 from tests.helpers import ranks
@@ -33,7 +33,8 @@ def check(rows: list[dict], ops) -> None:
             assert row["path"] == "native" and row["ratio"] == 1
     native = [row for row in rows if row["impl"] == "native"]
     assert all(row["speedup"] == 1 for row in native)
-    assert {row["in_place"] for row in rows if row["op"] == "all_gather_into_tensor"} <= {False, True}
+    for op in ops:
+        assert {row["in_place"] for row in rows if row["op"] == op} == {False, op in IN_PLACE}, op
 
 
 def test_every_collective_of_the_registry(tmp_path):

@@ -4,7 +4,8 @@ encode, decode and transfers.
     python benchmarks/host_time.py [--calls]
 
 Native: two gloo ranks on this machine; the native collective itself is not called. What a call costs in a loop; and until it would be
-launched, with cold caches (64 MiB are read before each): what an idle GPU would wait for.
+launched, with cold caches (64 MiB are read before each): what an idle GPU would wait for. Function, method: the launch itself, by torch's
+function and as it is done for calls that are known to go native; a group that moves nothing, in a loop and with cold caches.
 An all-to-all as on a GPU, where it is remembered; on a CPU it is not.
 Zipped: one process; kernels, process group and side channels are stand-ins that do nothing (a store of zeros for the status words), so
 that only our Python and torch's tensor operations in it are timed, on CPU tensors. ``launch``: from the front's entry until it returns the
@@ -27,10 +28,11 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_zipccl.backend import front
 from ds_zipccl.cli.bench_collectives import make_call
-from ds_zipccl.collectives import group_state, transport
+from ds_zipccl.collectives import group_state, native_calls, native_launch, transport
 from ds_zipccl.collectives.cost import Costs, Curve
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.runtime import Runtime
@@ -51,6 +53,7 @@ OTHER_WORK = b"." * (64 << 20)
 def native(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.set_num_threads(1)
+    native_calls.launch_of = lambda call: lambda *_: time.perf_counter()
     for choice, size, op in CASES:
         runtime = Runtime(ZipcclConfig(enabled=True, collectives=choice), {"cpu": loader.resolve("best", "cpu")})
         call = make_call(specs()[op], size, torch.bfloat16, torch.device("cpu"), False)
@@ -71,13 +74,36 @@ def native(rank: int, folder: str) -> None:
         for _ in range(CALLS):
             OTHER_WORK.find(b"-")
             start = time.perf_counter()
-            cold.append((front.run(runtime, call, lambda _: time.perf_counter()) - start) * 1e6)
+            cold.append((front.run(runtime, call, print) - start) * 1e6)
         reason, = runtime.stats.snapshot()[op]["native_reasons"]
         if rank == 0:
             print(f"native {op:24s} {size >> 10:6d} KiB, {choice}: {reason:18s} {best:5.1f} us, launched after "
                   f"{statistics.median(cold):4.1f} us with cold caches", flush=True)
         dist.barrier()
         runtime.close()
+    dist.destroy_process_group()
+
+
+def launches(rank: int, folder: str) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    torch.set_num_threads(1)
+    for op, launch in native_launch.LAUNCHES.items():
+        call = make_call(specs()[op], 64 << 10, torch.bfloat16, torch.device("cpu"), False)
+        ways = {"function": functools.partial(specs()[op].native, call),
+                "method": functools.partial(launch, call.output, call.input, call.group, True, None, call.root)}
+        warm, cold = {way: [] for way in ways}, {way: [] for way in ways}
+        for _ in range(ROUNDS):
+            for way, one in ways.items():
+                start = time.perf_counter()
+                for _ in range(CALLS):
+                    one()
+                warm[way].append((time.perf_counter() - start) / CALLS * 1e6)
+                OTHER_WORK.find(b"-")
+                start = time.perf_counter()
+                one()
+                cold[way].append((time.perf_counter() - start) * 1e6)
+        print(f"launch {op:24s} " + ", ".join(f"{way} {min(warm[way]):5.2f} us, cold {statistics.median(cold[way]):5.1f}" for way in ways),
+              flush=True)
     dist.destroy_process_group()
 
 
@@ -203,4 +229,5 @@ if __name__ == "__main__":
         zipped(choice, options.calls)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(native, (folder,), nprocs=2)
+        mp.spawn(launches, (folder,), nprocs=1)
         mp.spawn(words, (folder,), nprocs=2)

@@ -5,17 +5,23 @@ subclass of what it was. Source of the seam: deepspeed/comm/comm.py (module glob
 (TorchBackend), 0.19.8.
 """
 import functools
+import sys
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 from deepspeed.comm import comm as deepspeed_comm
-from deepspeed.comm.torch import disable_compiler_collective
+from deepspeed.comm import mori
+from deepspeed.comm.torch import TorchBackend, disable_compiler_collective
 
 from ds_zipccl.backend import front
 from ds_zipccl.backend.deepspeed_native import NativeCollectives, resolve
 from ds_zipccl.collectives.all_to_all import elems_per_rank
+from ds_zipccl.collectives.native_launch import ASK, LAUNCHES
 from ds_zipccl.collectives.registry import Call
 from ds_zipccl.collectives.runtime import Runtime
+
+deepspeed_torch = sys.modules[TorchBackend.__module__]          # the package has another thing of that name
 
 
 class ZippedCollectives(NativeCollectives):
@@ -28,6 +34,7 @@ class ZippedCollectives(NativeCollectives):
 
     zipccl: Runtime
     zipccl_known: Callable          # its ``native_calls.find``
+    zipccl_direct: bool             # what is known to go native may be launched as DeepSpeed's methods do, without these
 
     def _zipccl_run(self, op: str, output, data, group, async_op: bool, native, **fields):
         pg = resolve(group)
@@ -51,7 +58,9 @@ class ZippedCollectives(NativeCollectives):
     def all_gather_into_tensor(self, output_tensor, input_tensor, group=None, async_op=False):
         known = self.zipccl_known("all_gather_into_tensor", input_tensor, group)
         if known is not None:
-            result = super().all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+            result = known.launch(output_tensor, input_tensor, group, async_op) if self.zipccl_direct else ASK
+            if result is ASK:
+                result = super().all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
             known.add()
             return result
         native = functools.partial(super().all_gather_into_tensor, output_tensor, input_tensor, group=group, async_op=async_op)
@@ -66,7 +75,9 @@ class ZippedCollectives(NativeCollectives):
     def reduce_scatter_tensor(self, output_tensor, input_tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
         known = self.zipccl_known("reduce_scatter_tensor", input_tensor, group)
         if known is not None:
-            result = super().reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            result = known.launch(output_tensor, input_tensor, group, async_op, self._reduce_op(op)) if self.zipccl_direct else ASK
+            if result is ASK:
+                result = super().reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
             known.add(self._reduce_op(op))
             return result
         native = functools.partial(super().reduce_scatter_tensor, output_tensor, input_tensor, op=op, group=group, async_op=async_op)
@@ -82,7 +93,9 @@ class ZippedCollectives(NativeCollectives):
     def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
         known = self.zipccl_known("all_reduce", tensor, group)
         if known is not None:
-            result = super().all_reduce(tensor, op=op, group=group, async_op=async_op)
+            result = known.launch(tensor, tensor, group, async_op, self._reduce_op(op)) if self.zipccl_direct else ASK
+            if result is ASK:
+                result = super().all_reduce(tensor, op=op, group=group, async_op=async_op)
             known.add(self._reduce_op(op))
             return result
         native = functools.partial(super().all_reduce, tensor, op=op, group=group, async_op=async_op)
@@ -92,8 +105,12 @@ class ZippedCollectives(NativeCollectives):
     def broadcast(self, tensor, src, group=None, async_op=False):
         known = self.zipccl_known("broadcast", tensor, group)
         if known is not None:
-            result = super().broadcast(tensor, src, group=group, async_op=async_op)
-            known.add(root=_group_rank(group, src))
+            root = _group_rank(group, src)
+            is_direct = self.zipccl_direct and not deepspeed_torch.DS_COMM_BROADCAST_OFF
+            result = known.launch(tensor, tensor, group, async_op, None, root) if is_direct else ASK
+            if result is ASK:
+                result = super().broadcast(tensor, src, group=group, async_op=async_op)
+            known.add(root=root)
             return result
         native = functools.partial(super().broadcast, tensor, src, group=group, async_op=async_op)
         return self._zipccl_run("broadcast", tensor, tensor, group, async_op, native, root=_group_rank(group, src))
@@ -102,7 +119,9 @@ class ZippedCollectives(NativeCollectives):
     def all_to_all_single(self, output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
         known = None if output_split_sizes or input_split_sizes else self.zipccl_known("all_to_all_single", input, group)
         if known is not None:
-            result = super().all_to_all_single(output, input, group=group, async_op=async_op)
+            result = known.launch(output, input, group, async_op) if self.zipccl_direct else ASK
+            if result is ASK:
+                result = super().all_to_all_single(output, input, group=group, async_op=async_op)
             known.add()
             return result
         native = functools.partial(super().all_to_all_single, output, input, output_split_sizes, input_split_sizes, group=group,
@@ -149,13 +168,23 @@ def live_runtime() -> Runtime | None:
     return getattr(deepspeed_comm.cdb, "zipccl", None) if isinstance(deepspeed_comm.cdb, ZippedCollectives) else None
 
 
+def _only_calls_torch(cdb) -> bool:
+    """Whether the methods that ours stand for do nothing but call torch's functions: they are DeepSpeed's own, nothing is staged on the
+    CPU, AMD's copy engines are not used."""
+    base = type(cdb).__bases__[-1]
+    files = {getattr(getattr(base.__dict__.get(name), "__code__", None), "co_filename", None) for name in LAUNCHES}
+    return (base is TorchBackend and files == {deepspeed_torch.__file__} and cdb.all_gather_function is dist.all_gather_into_tensor
+            and cdb.reduce_scatter_function is dist.reduce_scatter_tensor and not torch.backends.mps.is_available()
+            and not mori.is_enabled())
+
+
 def install(runtime: Runtime) -> None:
     """Swaps the class of DeepSpeed's live communication object. Needs init_distributed; all ranks must do it at the
     same point."""
     cdb = deepspeed_comm.cdb
     if not isinstance(cdb, ZippedCollectives):
         cdb.__class__ = _zipped_class(type(cdb))
-    cdb.zipccl, cdb.zipccl_known = runtime, runtime.native_calls.find
+    cdb.zipccl, cdb.zipccl_known, cdb.zipccl_direct = runtime, runtime.native_calls.find, _only_calls_torch(cdb)
 
 
 def uninstall() -> None:
@@ -166,6 +195,14 @@ def uninstall() -> None:
         _restore(cdb)
 
 
+def take_out() -> None:
+    """Undoes ``install`` too, but the Runtime stays as it is and may be installed again. All ranks must do it at the same point."""
+    cdb = deepspeed_comm.cdb
+    if isinstance(cdb, ZippedCollectives):
+        cdb.zipccl.settle_all()
+        _restore(cdb)
+
+
 def _restore(cdb) -> None:
     cdb.__class__ = type(cdb).__bases__[-1]
-    del cdb.zipccl, cdb.zipccl_known
+    del cdb.zipccl, cdb.zipccl_known, cdb.zipccl_direct

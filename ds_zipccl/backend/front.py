@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ds_zipccl.backend.policy import reason_for_native
 from ds_zipccl.collectives.native_calls import key_of
+from ds_zipccl.collectives.native_launch import ASK
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.runtime import Runtime
 
@@ -17,8 +18,9 @@ SPECS = specs(internal=True)
 
 
 def run(runtime: Runtime, call: Call, native: Callable[[Call], object] | None = None):
-    """Launches ``call`` zipped and returns its Work (contract: collectives/work.py). Or counts it with the reason, and returns what
-    ``native(call)`` does, the front's native collective; or None without one: the front calls its native collective then.
+    """Launches ``call`` zipped and returns its Work (contract: collectives/work.py). Or counts it with the reason, and returns the Work of
+    ``native(call)``, torch's own asynchronous collective, or of what does the same in less time (collectives/native_launch.py); or None
+    without ``native``: the front calls its native collective then.
 
     ``call.op`` is a registered collective. All ranks of the group must call this in the same order, also for calls that go native. A front
     that has no Call yet may ask ``runtime.native_calls.find``, which is what this begins with: see there why it is so short.
@@ -33,7 +35,9 @@ def run(runtime: Runtime, call: Call, native: Callable[[Call], object] | None = 
         if known is None and (isinstance(data, tuple) or isinstance(call.output, tuple)):
             known = table.get(key_of(call))
         if known is not None and call.input_splits is None and call.output_splits is None:
-            result = None if native is None else native(call)
+            result = None if native is None else known.launch(call.output, data, call.group, True, call.reduce_op, call.root)
+            if result is ASK:
+                result = native(call)
             known.add(call.reduce_op, call.root)
             return result
     if isinstance(call.input, tuple) and not (call.inputs or call.outputs):

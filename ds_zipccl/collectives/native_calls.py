@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
+from ds_zipccl.collectives.native_launch import launch_of
 from ds_zipccl.collectives.registry import Call
 from ds_zipccl.collectives.switch import Measured
 from ds_zipccl.stats import NativeCount, Stats
@@ -29,12 +31,13 @@ OF_ANY_REDUCTION = frozenset({"world_size_1", "never", "dtype"})
 class Known:
     """``raw_bytes``: what this rank sends, where there are roots as the root. ``rank``: its own where there are, else None. ``measured``:
     what the switch's answer came from, None where it was not asked. ``count_other(raw_bytes)``: counts reductions that cannot be zipped
-    whatever their costs; None: like all."""
+    whatever their costs; None: like all. ``launch``: see native_launch.LAUNCHES."""
     count: NativeCount
     raw_bytes: int
     rank: int | None
     measured: Measured | None
     count_other: Callable[[int], None] | None
+    launch: Callable
 
     def add(self, reduce_op=None, root: int | None = None) -> None:
         """Counts such a call, for the switch too; to be called after its launch."""
@@ -97,7 +100,7 @@ class NativeCalls:
     def find(self, op: str, data, group: dist.ProcessGroup | None) -> Known | None:
         """Of a call of ``op`` with the tensor ``data`` as its input, and without splits: it is to go native, whatever else it holds. Then
         launch it, and ``add`` it afterwards. None: ask ``Runtime.run``. ``group`` None: the world."""
-        table = self.shown.get(id(dist.group.WORLD if group is None else group))
+        table = self.shown.get(id(c10d._world.default_pg if group is None else group))
         try:
             return None if table is None else table.get((op, data.numel(), data.dtype, data.is_cuda))
         except AttributeError:                                      # no tensor: the native call says so
@@ -127,7 +130,7 @@ class NativeCalls:
             key = *key, call.reduce_op
         others = reason in OF_ANY_REDUCTION or reason == "reduce_op" or call.reduce_op is None
         table[key] = Known(self._stats.native_count(call.op, reason), raw_bytes, None if call.root is None else call.rank, measured,
-                           None if others else functools.partial(self._stats.native, call.op, "reduce_op"))
+                           None if others else functools.partial(self._stats.native, call.op, "reduce_op"), launch_of(call))
 
     def show(self, group: dist.ProcessGroup) -> None:
         """No call is in flight on it."""

@@ -47,7 +47,7 @@ REFUSED = {
 
 
 def case_refused_settings(rank, world_size):
-    """C107: one error, the same on all ranks, never a hang."""
+    """C107: one error, the same on all ranks, never a hang. C77: stage 0 among them."""
     for changes, expected in REFUSED.values():
         refused(settings(1, **changes), expected)
 

@@ -1,6 +1,11 @@
 """ZeRO-3 with ``cache_params`` on gloo: the same bits as without, one encode per step, and every forgotten writer is found."""
-import pytest
+from types import SimpleNamespace
 
+import pytest
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+from ds_zipccl.backend import zero3_params
+from ds_zipccl.config import ZipcclConfig
 from tests.helpers.ranks import assert_ok, case_names
 
 EVENTS, MORE, ONE_SIDED = "tests.train.zero3_cache_cases", "tests.train.zero3_cache_more_cases", "tests.train.zero3_one_sided_cases"
@@ -26,3 +31,10 @@ def test_one_sided(case):
 @pytest.mark.parametrize("case", THREE)
 def test_three_ranks(case):
     assert_ok(EVENTS, THREE, 3, case)
+
+
+def test_parameters_on_nvme_have_no_frames():
+    """Training with them there needs DeepSpeed's asynchronous I/O, which is not built everywhere."""
+    offload = {"device": "nvme", "nvme_path": "/tmp"}
+    engine = SimpleNamespace(_config=SimpleNamespace(zero_config=DeepSpeedZeroConfig(stage=3, offload_param=offload)))
+    assert zero3_params._engine_reason(engine, SimpleNamespace(config=ZipcclConfig())) == "offload_param_nvme"

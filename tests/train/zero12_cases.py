@@ -131,6 +131,30 @@ def case_empty_tiny_and_oversized_parameters_at_2(rank, world):
             assert section["straight"] > 0 and reasons(section) <= {"min_bytes"}, section
 
 
+class Tied(Net):
+    """The head is the embedding; a layer is left out of every other call, a parameter of all."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.embedding.weight
+        self.unused, self.calls = nn.Parameter(torch.randn(77)), 0
+
+    def forward(self, tokens):
+        self.calls += 1
+        hidden = self.embedding(tokens)
+        for layer in self.layers[:2 + self.calls % 2]:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), tokens.flatten())
+
+
+def case_tied_and_unused_weights_at_2(rank, world):
+    """C82, C83: one reduction a step (stage 2: a micro step), whatever has gradients in it."""
+    for stage in (1, 2):
+        for overlap in (False, True):
+            stats, section = compare(stage, steps=3, model=Tied, zero={"overlap_comm": overlap, "reduce_bucket_size": 10**6})
+            assert section["straight"] == stats[UNEVEN]["calls_zipped"] == (3 if stage == 1 else 6) and not reasons(section), section
+
+
 def case_layouts_of_deepspeed_at_2(rank, world):
     """Each works, and what we do not reduce is counted with its reason (C74)."""
     table = [

@@ -44,7 +44,7 @@ def test_curve_outside_of_its_points():
 
 
 def test_nothing_is_gained_where_nothing_was_measured():
-    """A steep or flat stretch between probes says nothing of what lies beyond."""
+    """C94: a steep or flat stretch between probes says nothing of what lies beyond."""
     flat, steep = Curve(SIZES, (900.0, 890.0, 880.0)), Curve(SIZES, (100.0, 110.0, 200.0))
     beyond = Costs(steep, flat, 1.41)
     assert not any(is_zipped(beyond, size, 1.41) for size in (16 * MIB, 256 * MIB, 1 << 32))
@@ -111,6 +111,7 @@ def test_where_native_is_no_choice(present, gains, way):
     ((100, 50, 110), (100, 110, 50), NATIVE),                                                          # each in another
     ((1000, 900, 800), (100, 90, 80), ONE_SIDED)])                                                     # each against its own native
 def test_what_wins_must_win_alone_and_amid_others(single, burst, way):
+    """C94: at no size is a way taken that was slower than native in either. (What the sweep itself shows on GPUs: benchmarks/results.)"""
     def made_up(times) -> Costs:
         native, zipped, one_sided = (Curve(SIZES, (t, t, t)) for t in times)
         return Costs(native, zipped, 1.41, one_sided)

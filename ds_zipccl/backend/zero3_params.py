@@ -31,11 +31,12 @@ _stats: "weakref.WeakKeyDictionary[Runtime, CacheStats]" = weakref.WeakKeyDictio
 
 def install(engine_class) -> None:
     """Makes every engine keep frames whose section says ``cache_params``. Patches chain."""
-    engine_class.__init__ = zero3_writers.after(engine_class.__init__, _attach)
-    engine_class.destroy = _first(_detach, engine_class.destroy)
+    engine_class.__init__ = zero3_writers.after(engine_class.__init__, attach)
+    engine_class.destroy = _first(detach, engine_class.destroy)
 
 
-def _attach(engine, *_args, **_kwargs) -> None:
+def attach(engine, *_args, **_kwargs) -> None:
+    """Keeps frames of the engine's parameters if the process's section says so. All ranks at the same point."""
     runtime = live_runtime()
     if runtime is not None and runtime.config.cache_params and engine.zero_optimization_stage() == 3:
         zero3_writers.install()
@@ -52,7 +53,8 @@ def _first(then, method):
     return patched
 
 
-def _detach(engine) -> None:
+def detach(engine) -> None:
+    """Undoes ``attach``."""
     frames = getattr(engine, ATTRIBUTE, None)
     if frames is not None:
         frames.close()

@@ -1,18 +1,18 @@
-"""Trains a GPT for a few DeepSpeed steps and measures them: one rank's part of ``ds_zipccl bench step``."""
+"""Trains a GPT with DeepSpeed and measures its steps: one rank's part of ``ds_zipccl bench step``."""
 import contextlib
-import functools
 import gc
 import os
 import statistics
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from ds_zipccl.cli import step_trace
 from ds_zipccl.cli.step_model import GPT, SIZES
+from ds_zipccl.cli.step_runs import Run, engine_config
 
 TRACED_STEPS = 2
 #: Methods of DeepSpeed's backend -> (how many times (W - 1) / W of what is given a rank sends, 0: W times; where that stands); its names.
@@ -20,94 +20,8 @@ _SENT = {"all_reduce": (2, 0), "all_reduce_coalesced": (2, 0), "broadcast": (1, 
          "reduce_scatter_tensor": (1, 1), "all_to_all_single": (1, 1), "all_to_all": (1, 1), "all_gather": (0, 1),
          "all_gather_into_tensor": (0, 1), "all_gather_coalesced": (0, 1)}
 _GIVEN = ("input_tensors", "input_tensor", "input_list", "input_tensor_list", "input", "tensors", "tensor")
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is trained: the rest of the configuration is ``config``."""
-    model: str
-    seq_len: int
-    micro_batch: int
-    config: dict
-    steps: int
-    warmup: int
-    device: str
-
-
-class Training:
-    """An engine and its data. ``losses``: of the steps so far, in hex."""
-
-    def __init__(self, job: Job):
-        import deepspeed
-
-        self._job, self._on_gpu = job, job.device == "cuda"
-        torch.manual_seed(1)
-        with torch.device(job.device):
-            model = GPT(SIZES[job.model], job.seq_len)
-        self.num_parameters = sum(p.numel() for p in model.parameters())
-        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=job.config)
-        self._generator, self.losses = torch.Generator("cpu").manual_seed(100 + dist.get_rank()), []
-
-    def steps(self, count: int, mark=lambda: None) -> list[float]:
-        """Milliseconds of each, begun and ended by all ranks together. mark: called before and after the optimizer's part of each."""
-        return [self._step(mark) for _ in range(count)]
-
-    def _step(self, mark) -> float:
-        shape = self._job.micro_batch, self._job.seq_len + 1
-        tokens = torch.randint(SIZES[self._job.model].vocab, shape, generator=self._generator, device="cpu").to(self.engine.device)
-        self._settle()
-        dist.barrier()
-        self._settle()
-        start = time.perf_counter()
-        loss = self.engine(tokens)
-        self.engine.backward(loss)
-        mark()
-        self.engine.step()
-        mark()
-        self._settle()
-        took = time.perf_counter() - start
-        self.losses.append(float(loss).hex())
-        return took * 1e3
-
-    def _settle(self) -> None:
-        if self._on_gpu:
-            torch.cuda.synchronize()
-
-
-def run(job: Job) -> dict:
-    """Steps on this rank, in the default process group; the same ``times_ms`` (of the slowest rank) and ``step_ms`` (their median) on every
-    rank, and its own rest:
-
-    ``losses`` (hex, one a step, warm-up included), ``num_parameters``, ``memory_bytes`` (peak on the device in the measured steps; None on
-    a CPU), ``trace`` (``step_trace.summarize``; None on a CPU), ``ops`` (ZipCCL's counters per step; {} where it is off), ``sent_bytes``
-    (by collective, what this rank sends to others in a step if nothing is zipped).
-    """
-    from ds_zipccl.backend import deepspeed_comm, deepspeed_hooks
-    training, traced, on_gpu = Training(job), None, job.device == "cuda"
-    training.steps(job.warmup)
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    runtime = deepspeed_comm.live_runtime()
-    before = runtime.stats.snapshot() if runtime else {}
-    times = _slowest(training.steps(job.steps), job.device)
-    after = runtime.stats.snapshot() if runtime else {}
-    with _sent_bytes() as sent:
-        training.steps(1)
-    found = {"step_ms": statistics.median(times), "times_ms": times, "num_parameters": training.num_parameters, "memory_bytes": None,
-             "trace": None, "ops": _per_step(before, after, job.steps), "sent_bytes": dict(sent)}
-    if on_gpu:
-        found["memory_bytes"] = torch.cuda.max_memory_allocated()
-        traced = functools.partial(training.steps, TRACED_STEPS, step_trace.mark)
-        found["trace"] = step_trace.summarize(step_trace.record(traced), TRACED_STEPS)
-    found["losses"] = training.losses
-    training.engine.destroy()
-    if runtime:
-        deepspeed_hooks.deactivate()
-    training = traced = None
-    gc.collect()
-    if on_gpu:
-        torch.cuda.empty_cache()
-    return found
+#: The host's part of a step.
+PARTS = ("forward", "backward", "optimizer")
 
 
 def prepare(device: str) -> None:
@@ -117,6 +31,131 @@ def prepare(device: str) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)            # losses are compared by bits
     torch.utils.deterministic.fill_uninitialized_memory = False         # which that would do to whatever torch.empty gives
+
+
+class Training:
+    """An engine and its data. ``micro_batch`` may be changed between steps."""
+
+    def __init__(self, model: str, stage: int, run: Run, seq_len: int, bucket_size: int, device: str):
+        import deepspeed
+
+        self.device, self._size, self._seq_len, self.micro_batch = device, SIZES[model], seq_len, 1
+        self.bytes_before = self.allocated()
+        torch.manual_seed(1)
+        with torch.device(device):
+            module = GPT(self._size, seq_len)
+        self.num_parameters = sum(p.numel() for p in module.parameters())
+        config = engine_config(run, stage, self.micro_batch, bucket_size)
+        self.engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
+        self.host_ms: dict[str, list[float]] = {part: [] for part in PARTS}
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated() if self.device == "cuda" else 0
+
+    def tokens(self, number: int) -> torch.Tensor:
+        """Of a step with that number: always the same."""
+        generator = torch.Generator("cpu").manual_seed(1000 * number + dist.get_rank())
+        shape = self.micro_batch, self._seq_len + 1
+        return torch.randint(self._size.vocab, shape, generator=generator, device="cpu").to(self.engine.device)
+
+    def step(self, tokens: torch.Tensor, mark=lambda: None) -> torch.Tensor:
+        """Its loss. mark: called before and after the optimizer's part."""
+        times = [time.perf_counter()]
+        loss = self.engine(tokens)
+        times.append(time.perf_counter())
+        self.engine.backward(loss)
+        times.append(time.perf_counter())
+        mark()
+        self.engine.step()
+        mark()
+        times.append(time.perf_counter())
+        for part, start, end in zip(PARTS, times, times[1:], strict=False):
+            self.host_ms[part].append((end - start) * 1e3)
+        return loss.detach()
+
+    def losses(self, count: int) -> list[str]:
+        """Of the first steps' data, in hex."""
+        return [float(self.step(self.tokens(number))).hex() for number in range(count)]
+
+    def block(self, num_before: int, num_steps: int) -> float:
+        """Milliseconds a step of ``num_steps`` in a row, begun by all ranks together, after ``num_before`` that are not timed."""
+        batches = [self.tokens(number) for number in range(num_before + num_steps)]
+        for tokens in batches[:num_before]:
+            self.step(tokens)
+        self.settle()
+        dist.barrier()
+        self.settle()
+        self.host_ms = {part: [] for part in PARTS}
+        start = time.perf_counter()
+        for tokens in batches[num_before:]:
+            self.step(tokens)
+        self.settle()
+        return (time.perf_counter() - start) * 1e3 / num_steps
+
+    def traced(self) -> dict[str, float] | None:
+        """``step_trace.summarize`` of a few steps; None on a CPU."""
+        if self.device != "cuda":
+            return None
+        batches = [self.tokens(number) for number in range(TRACED_STEPS + 1)]
+        self.step(batches[0])
+        dist.barrier()
+
+        def steps() -> None:
+            for tokens in batches[1:]:
+                self.step(tokens, step_trace.mark)
+
+        return step_trace.summarize(step_trace.record(steps), TRACED_STEPS)
+
+    def sent_bytes(self) -> dict[str, int]:
+        """By collective: what this rank sends to others in a step if nothing is zipped."""
+        with _sent_bytes() as sent:
+            self.step(self.tokens(0))
+        return dict(sent)
+
+    def settle(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """DeepSpeed's ZeRO-3 leaves functions in classes and a global list that know the engine for ever: what it holds on the device goes
+        nevertheless."""
+        engine, self.engine = self.engine, None
+        engine.destroy()
+        optimizer = engine.optimizer
+        for p in engine.module.parameters():
+            p.grad = None
+            for t in (p, getattr(p, "ds_tensor", None)):
+                if t is not None:
+                    t.data = torch.empty(0, dtype=t.dtype, device=t.device)
+        for held in (optimizer.optimizer, optimizer):
+            held.__dict__.clear()
+        del engine, optimizer, held
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+@dataclass
+class Found:
+    """Of one run on one cell: ``losses`` of its first steps and ``prints`` of the state after them; the rest as in the rows."""
+    losses: list[str]
+    prints: list[int] = field(default_factory=list)
+    times_ms: list[float] = field(default_factory=list)
+    host_ms: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    memory_bytes: int | None = None
+    ops: dict = field(default_factory=dict)
+    sent_bytes: dict = field(default_factory=dict)
+    trace: dict | None = None
+
+    @property
+    def step_ms(self) -> float:
+        return statistics.median(self.times_ms)
+
+    def add_block(self, training: Training, num_before: int, num_steps: int) -> None:
+        took = training.block(num_before, num_steps)
+        self.times_ms.append(slowest([took], training.device)[0])
+        for part, times in training.host_ms.items():
+            self.host_ms[part].append(statistics.mean(times))
 
 
 @contextlib.contextmanager
@@ -149,13 +188,14 @@ def _sent_bytes():
             delattr(backend, name)
 
 
-def _slowest(times: list[float], device: str) -> list[float]:
+def slowest(times: list[float], device: str) -> list[float]:
+    """Each the largest of all ranks."""
     mine = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     return mine.tolist()
 
 
-def _per_step(before: dict, after: dict, num_steps: int) -> dict:
+def per_step(before: dict, after: dict, num_steps: int) -> dict:
     """Calls and bytes of every operation a step."""
-    names = ("calls_zipped", "calls_native", "raw_bytes", "wire_bytes", "overflows")
-    return {op: {name: (row[name] - before.get(op, {}).get(name, 0)) / num_steps for name in names} for op, row in after.items()}
+    names = ("calls_zipped", "calls_one_sided", "calls_native", "raw_bytes", "wire_bytes", "overflows")
+    return {op: {name: (row.get(name, 0) - before.get(op, {}).get(name, 0)) / num_steps for name in names} for op, row in after.items()}

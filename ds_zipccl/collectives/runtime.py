@@ -201,6 +201,12 @@ class Runtime:
             if state.in_flight and state.group is group:
                 state.settle()
 
+    def settle_all(self) -> None:
+        """The same on all groups, in an order that all ranks share."""
+        for name in sorted(self._groups):
+            for state in self._groups[name].values():
+                state.settle()
+
     def advance(self, group: dist.ProcessGroup) -> None:
         """Before any call on the group or its channels, zipped or native."""
         for state in self._groups.get(group.group_name, _NO_STATES).values():

@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from ds_zipccl.cli import step_trace
-from ds_zipccl.cli.bench_step import merged
 from ds_zipccl.cli.main import main
+from ds_zipccl.cli.step_rows import gain_alone
+from ds_zipccl.cli.step_switch import print_of
 
 
 def event(name, start, end):
@@ -43,57 +45,75 @@ def test_union_against_single_points():
 
 @pytest.mark.parametrize("arguments, words", [
     ("--runs zipped", "native before zipped"), ("--runs native,other", "--runs. Got: other"), ("--tokens 100", "multiples of --seq-len"),
-    ("--stages 4", "--stages. Got: 4"), ("--models huge", "--models. Got: huge"), ("--steps 0", "--steps, --warmup and --rounds"),
-    ("--rounds 0", "--steps, --warmup and --rounds"), ("--transports host --device cpu", "before the ranks start"),
+    ("--stages 4", "--stages. Got: 4"), ("--models huge", "--models. Got: huge"), ("--steps 0", "--steps, --rounds, --warmup"),
+    ("--rounds 0", "--steps, --rounds, --warmup"), ("--cells tiny/2/2048", "--cells. Got: tiny/2/2048"),
+    ("--cells tiny/1/2048/scape90", "adams before scape90"), ("--transports host --device cpu", "before the ranks start"),
     ("--tokens 2048", "at least 2 ranks")])
 def test_wrong_arguments_are_named_before_anything_runs(arguments, words, capsys):
     assert main(["bench", "step", "--device", "cpu", *arguments.split()]) == 2
     assert words in capsys.readouterr().err.replace("\n", " ")
 
 
-def rows_of(tmp_path, *arguments) -> tuple[dict, str]:
-    """({(stage, run): row}, what was printed)"""
+def rows_of(tmp_path, *arguments) -> tuple[list[dict], str]:
+    """(the rows, what was printed)"""
     path = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "ds_zipccl.cli.main", "bench", "step", "--device", "cpu", "--ranks", "2", "--models", "tiny",
-               "--bucket-size", "1000000", "--seq-len", "32", "--tokens", "64", "--steps", "1", "--warmup", "1", "--choice", "always",
-               "--min-bytes", "0", *arguments, "--json", str(path)]
+    command = [sys.executable, "-m", "ds_zipccl.cli.main", "bench", "step", "--device", "cpu", "--ranks", "2", "--bucket-size", "50000",
+               "--seq-len", "32", "--rounds", "2", "--steps", "1", "--warmup", "2", "--choice", "always", "--min-bytes", "0", *arguments,
+               "--json", str(path), "--markdown", str(tmp_path / "rows.md")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return {(row["stage"], row["run"]): row for row in json.loads(path.read_text())["rows"]}, done.stdout
-
-
-def check_zipped(rows, stage):
-    zipped = rows[stage, "zipped"]
-    assert zipped["losses"] == "equal" and zipped["ratio"] > 1.1 and zipped["ops"]["all_gather_into_tensor"]["calls_zipped"] > 0
-    assert zipped["speedup"] == pytest.approx(rows[stage, "native"]["step_ms"] / zipped["step_ms"])
-    assert rows[stage, "native"]["ops"] == {} and len(zipped["times_ms"]) == 2
-    native = rows[stage, "native"]
-    assert native["wire_bytes"] == sum(native["sent_bytes"].values()) > zipped["wire_bytes"]
+    return json.loads(path.read_text())["rows"], done.stdout
 
 
 def test_rows_on_two_ranks(tmp_path):
-    rows, said = rows_of(tmp_path, "--stages", "2", "--rounds", "2", "--runs", "native,zipped,adams,scape90")
-    assert set(rows) == {(2, "native"), (2, "zipped"), (2, "adams"), (2, "scape90")}
-    check_zipped(rows, 2)
-    assert rows[2, "scape90"]["losses"] == "differ" and rows[2, "scape90"]["rival"] == "adams"
-    numel = rows[2, "adams"]["num_parameters"]
-    assert rows[2, "adams"]["wire_bytes"] == pytest.approx(3 * numel, rel=0.01)        # all reduced in 16 bits, its half of all gathered
-    assert rows[2, "scape90"]["wire_bytes"] == pytest.approx(0.27 * numel, rel=0.1)      # densities of 0.1, and a bit for each coordinate
-    assert "zipped" in said and "equal" in said
-    rounds = [line.split()[-4] for line in said.splitlines() if line.startswith("round")]
-    assert rounds == ["native", "zipped", "adams", "scape90", "scape90", "adams", "zipped", "native"]
+    """Stage 2 twice on one engine, of two batch sizes; stage 3 with kept frames; engines of other optimizers side by side in stage 1."""
+    rows, said = rows_of(tmp_path, "--cells", "tiny/2/32,64/native,zipped,again,silent",
+                         "tiny/3/32/native,zipped,cached,silent,adams,scape90", "tiny/1/32/adams,scape90,scape90_zipped")
+    names = [(row["stage"], row["tokens"], row["run"]) for row in rows]
+    assert names == [*((2, tokens, run) for tokens in (32, 64) for run in ("native", "zipped", "again", "silent")),
+                     *((3, 32, run) for run in ("native", "zipped", "cached", "silent", "adams")),
+                     *((1, 32, run) for run in ("adams", "scape90", "scape90_zipped"))]
+    by_name = dict(zip(names, rows, strict=True))
+    for stage, tokens, run in names:
+        row, native = by_name[stage, tokens, run], by_name.get((stage, tokens, "native"))
+        assert len(row["times_ms"]) == 2 and set(row["host_ms"]) == {"forward", "backward", "optimizer"}
+        if run in ("zipped", "cached"):
+            assert row["losses"] == "equal" and row["ratio"] > 1.02 and native["wire_bytes"] > row["wire_bytes"] and native["ops"] == {}
+            assert row["ops"]["all_gather_into_tensor"]["calls_zipped"] > 0
+            assert row["speedup"] == pytest.approx(native["step_ms"] / row["step_ms"]) and 0 <= row["f_alone"] < 1
+        if run == "again":
+            assert row["losses"] == "equal" and row["wire_bytes"] == native["wire_bytes"] == sum(native["sent_bytes"].values())
+        if run == "silent":
+            assert row["losses"] == "" and row["wire_bytes"] == 0
+    dense, sparse = by_name[1, 32, "adams"], by_name[1, 32, "scape90"]
+    numel = dense["num_parameters"]
+    assert dense["wire_bytes"] == pytest.approx(3 * numel, rel=0.01)        # all reduced in 16 bits, its half of all gathered
+    assert sparse["wire_bytes"] == pytest.approx(0.27 * numel, rel=0.1)     # densities of 0.1, and a bit for each coordinate
+    assert sparse["rival"] == "adams" and sparse["losses"] == ""
+    tables = (tmp_path / "rows.md").read_text()
+    assert tables.count("## ZeRO-") == 3 and tables.count("| tiny |") == len(rows) and "exposed ms" not in tables
+    merged = tmp_path / "merged.json"
+    assert main(["bench", "step", "--merge", *[str(tmp_path / "rows.json")] * 2, "--json", str(merged)]) == 0
+    assert json.loads(merged.read_text())["rows"] == rows * 2
 
 
-@pytest.mark.slow
-def test_rows_of_stage_3(tmp_path):
-    rows, _ = rows_of(tmp_path, "--stages", "3", "--rounds", "1", "--steps", "2", "--runs", "native,zipped,adams,scape90")
-    assert set(rows) == {(3, "native"), (3, "zipped"), (3, "adams")}
-    check_zipped(rows, 3)
+def test_prints_of_a_state_tell_single_bits():
+    torch.manual_seed(0)
+    for dtype, numel in ((torch.float32, 1000), (torch.bfloat16, 1001), (torch.float32, 1)):
+        tensor = torch.randn(numel).to(dtype)
+        before = print_of(tensor, chunk=64)
+        for index in {0, numel // 2, numel - 1}:
+            flipped = tensor.clone()
+            flipped.view(torch.uint8)[index] ^= 16
+            assert print_of(flipped, chunk=64) != before
+        assert print_of(tensor.clone(), chunk=1 << 20) == before
 
 
-def test_rounds_are_put_together():
-    rounds = [{"times_ms": [3.0, 9.0], "step_ms": 6.0, "memory_bytes": 7, "losses": ["a", "b"], "trace": {"x": 1}},
-              {"times_ms": [5.0, 1.0], "step_ms": 3.0, "memory_bytes": 5, "losses": ["a", "c"], "trace": {"x": 2}}]
-    assert merged(rounds) == {"times_ms": [3.0, 9.0, 5.0, 1.0], "step_ms": 4.0, "memory_bytes": 7, "losses": ["a", "b", "a", "c"],
-                              "trace": {"x": 2}}
-    assert merged([rounds[0] | {"memory_bytes": None}])["memory_bytes"] is None
+def test_gain_of_collectives_alone():
+    alone = {"native all_gather_into_tensor": 10.0, "ours all_gather_into_tensor": 8.0, "native reduce_scatter_tensor": 10.0,
+             "ours reduce_scatter_tensor": 12.0, "native all_reduce": 20.0, "ours all_reduce": 16.0}
+    assert gain_alone({}, alone) == 1
+    assert gain_alone({"all_gather_into_tensor": 5}, alone) == pytest.approx(10 / 8)
+    both = {"all_gather_into_tensor": 5, "reduce_scatter_tensor": 5}
+    assert gain_alone(both, alone) == pytest.approx(20 / 18)                # native where that is faster
+    assert gain_alone({"all_reduce": 10, "all_gather_into_tensor": 5}, alone) == pytest.approx(30 / 20)

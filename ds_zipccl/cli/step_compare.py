@@ -1,0 +1,132 @@
+"""Measures the runs of one combination after another: those that share an engine by switching its collectives, others on engines side by
+side."""
+from collections.abc import Iterator
+
+import torch
+
+from ds_zipccl.cli import step_rows
+from ds_zipccl.cli.step_run import Found, Training, per_step
+from ds_zipccl.cli.step_runs import RUNS, SILENT, Cell, Run
+from ds_zipccl.cli.step_switch import Snapshot, Way
+
+NUM_COUNTED = 2         # steps whose calls and bytes are counted
+
+
+class Engine:
+    """A training and the ways its collectives were made to go so far. ``steady_bytes``: allocated between steps, before other ways."""
+
+    def __init__(self, run: Run, cell: Cell, args):
+        self.training = Training(cell.model, cell.stage, run, args.seq_len, args.bucket_size, args.device)
+        self.steady_bytes: int | None = None
+        self._ways: dict[str, Way] = {}
+        self._args = args
+
+    def way(self, name: str) -> Way:
+        if name not in self._ways:
+            section = RUNS[name].zipccl
+            if isinstance(section, dict):
+                section = section | {"collectives": self._args.choice, "min_bytes": self._args.min_bytes}
+            self._ways[name] = Way(self.training.engine, section, self.training.device)
+        return self._ways[name]
+
+    def close(self) -> None:
+        for way in self._ways.values():
+            way.close()
+        self._ways = {}
+        self.training.close()
+
+
+class Comparison:
+    """Of all ranks together. Engines stay for the next combination of the same model and stage."""
+
+    def __init__(self, args, alone: dict[str, float]):
+        self._args, self._alone, self._key = args, alone, None
+        self._engines: dict[str, Engine] = {}
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
+        self._engines = {}
+
+    def rows(self, cell: Cell) -> Iterator[dict]:
+        """Those of a rival first, then of all that is compared with it, engine by engine."""
+        if self._key != (cell.model, cell.stage):
+            self.close()
+            self._key = cell.model, cell.stage
+        names = cell.known_runs()
+        for rival in [name for name in names if RUNS[name].rival is None]:
+            partners = [name for name in names if RUNS[name].rival == rival]
+            key = RUNS[rival].engine_key
+            mine = [name for name in partners if RUNS[name].engine_key == key]
+            yield from self._together(cell, rival, [rival, *mine], [rival, *mine])
+            for other in dict.fromkeys(RUNS[name].engine_key for name in partners if RUNS[name].engine_key != key):
+                theirs = [name for name in partners if RUNS[name].engine_key == other]
+                yield from self._together(cell, rival, [rival, *theirs], theirs)
+                self._engines.pop(other).close()
+            if len([name for name in names if RUNS[name].rival is None]) > 1:
+                self._engines.pop(key).close()
+
+    def _together(self, cell: Cell, rival: str, names: list[str], shown: list[str]) -> Iterator[dict]:
+        """Rows of ``shown``, from rounds of all ``names``."""
+        args, done, snapshots = self._args, {}, {}
+        for name in names:
+            engine = self._engine(name, cell)
+            engine.training.micro_batch = cell.tokens // args.seq_len
+            key = RUNS[name].engine_key
+            if key not in snapshots:                            # the first run of its engine
+                engine.training.losses(2)
+                snapshots[key] = Snapshot(engine.training.engine) if RUNS[name].optimizer["type"] == "AdamW" else None
+                if engine.steady_bytes is None:
+                    engine.steady_bytes = engine.training.allocated()
+            done[name] = self._alone_first(engine, name, snapshots[key])
+        for turn in range(args.rounds):
+            for name in reversed(names) if turn % 2 else names:
+                self._in_its_way(name, lambda training, name=name: done[name].add_block(training, args.skip, args.steps), snapshots)
+        for name in names:
+            if RUNS[name].zipccl != SILENT:
+                done[name].trace = self._in_its_way(name, Training.traced, snapshots)
+        for name in shown:
+            engine = self._engine(name, cell)
+            first = next(other for other in names if RUNS[other].engine_key == RUNS[name].engine_key)
+            yield step_rows.row(cell, name, done, first, self._alone, engine.training.num_parameters)
+
+    def _engine(self, name: str, cell: Cell) -> Engine:
+        key = RUNS[name].engine_key
+        if key not in self._engines:
+            self._engines[key] = Engine(RUNS[name], cell, self._args)
+        return self._engines[key]
+
+    def _alone_first(self, engine: Engine, name: str, snapshot: Snapshot | None) -> Found:
+        """The run's first steps, from where all of its engine begin, and what is measured once."""
+        training, is_silent, on_gpu = engine.training, RUNS[name].zipccl == SILENT, engine.training.device == "cuda"
+        if snapshot is not None:
+            snapshot.restore()
+        before = training.allocated()
+        way = engine.way(name)
+        way.enter()
+        found = Found(training.losses(self._args.warmup), snapshot.prints() if snapshot is not None and not is_silent else [])
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        counted = way.runtime.stats.snapshot() if way.runtime else {}
+        training.losses(NUM_COUNTED)
+        if way.runtime:
+            found.ops = per_step(counted, way.runtime.stats.snapshot(), NUM_COUNTED)
+        if on_gpu:
+            others = before - (engine.steady_bytes - training.bytes_before)
+            found.memory_bytes = torch.cuda.max_memory_allocated() - others
+        if not is_silent:
+            found.sent_bytes = training.sent_bytes()
+        way.leave()
+        return found
+
+    def _in_its_way(self, name: str, do, snapshots: dict[str, Snapshot | None]):
+        """``do(training)`` while its collectives go as the run says; what is spoilt by leaving them out is put back."""
+        engine = self._engines[RUNS[name].engine_key]
+        way = engine.way(name)
+        way.enter()
+        try:
+            return do(engine.training)
+        finally:
+            way.leave()
+            if RUNS[name].zipccl == SILENT and snapshots[RUNS[name].engine_key] is not None:
+                snapshots[RUNS[name].engine_key].restore()

@@ -1,0 +1,120 @@
+"""The rows of ``ds_zipccl bench step``: what is computed from measurements, and how they are shown."""
+import statistics
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+
+from ds_zipccl.cli.bench_collectives import median_interval
+from ds_zipccl.cli.step_run import PARTS, Found
+from ds_zipccl.cli.step_runs import RUNS, SILENT, Cell
+
+COLUMNS = ("transport", "model", "stage", "tokens", "run", "step ms", "speedup", "interval", "f", "f alone", "s", "bound", "reached",
+           "compute ms", "optimizer ms", "exposed ms", "copies ms", "codec ms", "idle ms", "host ms", "wire MB", "ratio", "GiB", "losses")
+_TEXT = ("transport", "model", "run", "interval", "losses")
+#: What SCAPE at a density removes of the exposed communication, at most: the number to reach is stated so.
+REMOVED = 0.95
+
+
+def row(cell: Cell, name: str, done: dict[str, Found], first: str, alone: dict[str, float], num_parameters: int) -> dict:
+    """``first``: the run of the same engine whose losses are to be equal. ``alone``: see ``gain_alone``."""
+    run, mine = RUNS[name], done[name]
+    rival = done.get(run.rival)
+    raw, wire = (sum(op[kind] for op in mine.ops.values()) for kind in ("raw_bytes", "wire_bytes"))
+    wire = wire if mine.ops else sum(mine.sent_bytes.values())
+    found = {"op": "step", "model": cell.model, "stage": cell.stage, "tokens": cell.tokens, "run": name, "ranks": dist.get_world_size(),
+             "num_parameters": num_parameters, "time_us": mine.step_ms * 1e3, "step_ms": mine.step_ms, "times_ms": mine.times_ms,
+             "host_ms": {part: statistics.median(times) for part, times in mine.host_ms.items()}, "wire_bytes": wire,
+             "ratio": raw / wire if raw and wire else None, "memory_bytes": mine.memory_bytes, "trace": mine.trace, "ops": mine.ops,
+             "sent_bytes": mine.sent_bytes, "speedup": None, "losses": "", "last_loss": float.fromhex(mine.losses[-1])}
+    if mine.trace:
+        busy = mine.trace["compute_ms"] + mine.trace["exposed_ms"] + mine.trace["exposed_copies_ms"]
+        found["idle_ms"] = max(0.0, mine.step_ms - busy)
+    if name != first and mine.prints and run.zipccl != SILENT:
+        found["losses"] = "equal" if (mine.losses, mine.prints) == (done[first].losses, done[first].prints) else "differ"
+    if rival is None:
+        return found
+    found |= {"rival": run.rival, "speedup": rival.step_ms / mine.step_ms,
+              "speedup_interval": median_interval([a / b for a, b in zip(rival.times_ms, mine.times_ms, strict=True)])}
+    if rival.trace and (isinstance(run.zipccl, dict) or run.optimizer["type"] == "SCAPE"):
+        found |= _bound(name, wire, rival, alone)
+        found["reached"] = found["speedup"] / found["bound"]
+    silent = next((done[other] for other in done if RUNS[other].zipccl == SILENT and RUNS[other].rival == run.rival), None)
+    if silent is not None and run.zipccl != SILENT:
+        found["f_alone"] = max(0.0, 1 - silent.step_ms / rival.step_ms)
+    return found
+
+
+def _bound(name: str, wire: float, rival: Found, alone: dict[str, float]) -> dict[str, float]:
+    """f: the exposed share of the rival's traced step. s: of SCAPE how many times fewer bytes it sends, at most what leaves 5 % of the
+    exposed communication; of ZipCCL how many times faster its collectives are, alone, than those that DeepSpeed uses natively."""
+    f = min(1.0, rival.trace["exposed_ms"] / rival.step_ms)
+    if RUNS[name].optimizer["type"] == "SCAPE":
+        s = min(1 / (1 - REMOVED), sum(rival.sent_bytes.values()) / wire) if wire else 1.0
+    else:
+        s = gain_alone(rival.sent_bytes, alone)
+    return {"f": f, "s": s, "bound": 1 / (1 - f + f / s)}
+
+
+def gain_alone(sent: dict[str, int], alone: dict[str, float]) -> float:
+    """How many times faster the collectives of a step are by themselves. ``sent``: bytes of a native step. ``alone``: microseconds of
+    "native all_reduce", "native all_gather_into_tensor", "ours reduce_scatter_tensor" and so on, all of tensors of one size."""
+    gather, scatter, reduce = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
+    sizes = {gather: sent.get(gather, 0), scatter: sent.get(scatter, 0), reduce: sent.get(reduce, 0) / 2}       # a ring sends it twice
+    native = sum(size * alone[f"native {op}"] for op, size in sizes.items())
+    ours = {gather: min(alone[f"{who} {gather}"] for who in ("native", "ours")),
+            scatter: min(alone[f"{who} {scatter}"] for who in ("native", "ours")),
+            reduce: min(alone[f"ours {scatter}"], alone[f"native {reduce}"])}        # what ZeRO 1 and 2 get in its place
+    return native / sum(size * ours[op] for op, size in sizes.items()) if native else 1.0
+
+
+def cells(row: dict) -> list[str]:
+    def number(name: str, digits: int, scale: float = 1) -> str:
+        value = row.get(name)
+        return "" if value is None else f"{value / scale:.{digits}f}"
+
+    trace, low_high = row.get("trace") or {}, row.get("speedup_interval")
+    return [row["transport"], row["model"], str(row["stage"]), str(row["tokens"]), row["run"], number("time_us", 1, 1e3),
+            number("speedup", 3), f"{low_high[0]:.2f}-{low_high[1]:.2f}" if low_high else "",
+            *(number(name, 3) for name in ("f", "f_alone", "s", "bound", "reached")),
+            *(f"{trace[name]:.1f}" if name in trace else "" for name in ("compute_ms", "optimizer_ms", "exposed_ms", "exposed_copies_ms",
+                                                                         "codec_ms")),
+            number("idle_ms", 1), "/".join(f"{row['host_ms'][part]:.0f}" for part in PARTS),
+            number("wire_bytes", 1, 1e6), number("ratio", 3), number("memory_bytes", 2, 1 << 30), row["losses"]]
+
+
+def line(row: dict) -> str:
+    return "  ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, cells(row), strict=True) if cell)
+
+
+def table(rows: list[dict]) -> Table:
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo"
+    shown = Table(title=f"ds_zipccl bench step: {rows[0]['ranks']} ranks, {where}", title_justify="left")
+    for column in COLUMNS:
+        shown.add_column(column, justify="left" if column in _TEXT else "right", no_wrap=True)
+    for found in rows:
+        shown.add_row(*cells(found))
+    return shown
+
+
+def write_markdown(path: str, rows: list[dict], meta: dict) -> None:
+    """One table for each transport and stage, without the columns that stay empty in it."""
+    gpus = meta["machine"]["gpus"]
+    lines = ["# `ds_zipccl bench step`", "", f"{rows[0]['ranks']} ranks, {gpus[0] if gpus else 'CPU, gloo'}; torch "
+             f"{meta['versions']['torch']}, DeepSpeed {meta['versions']['deepspeed']}; {meta['date'][:10]}. {EXPLAINED}", ""]
+    for key in dict.fromkeys((found["transport"], found["stage"]) for found in rows):
+        group = [cells(found) for found in rows if (found["transport"], found["stage"]) == key]
+        used = [i for i, name in enumerate(COLUMNS) if name not in ("transport", "stage") and any(cell[i] for cell in group)]
+        lines += [f"## ZeRO-{key[1]}, transport {key[0]}", "", "| " + " | ".join(COLUMNS[i] for i in used) + " |",
+                  "|" + "|".join("---" if COLUMNS[i] in _TEXT else "---:" for i in used) + "|"]
+        lines += ["| " + " | ".join(cell[i] for i in used) + " |" for cell in group] + [""]
+    Path(path).write_text("\n".join(lines))
+
+
+EXPLAINED = """speedup: the rival's median step (native, or dense AdamS) by this one's; interval: 95 % of that median over the rounds;
+the runs `again` are the rival itself: the noise. f: the exposed share of communication in the rival's step, from a trace; f alone: the
+share by which the step gets shorter when its collectives are left out (silent); s: how many times faster the collectives are alone (SCAPE:
+how many times fewer bytes, at most 20); bound: 1 / (1 - f + f / s); reached: speedup / bound. idle: the GPU does nothing, as the host is
+busy. host: its time in forward / backward / optimizer, waiting included. wire: what a rank sends in a step. losses: those of the first
+steps, and all weights and optimizer states after them, are equal in bits."""

@@ -1,0 +1,76 @@
+"""What ``ds_zipccl bench step`` can run: optimizers and ways of communication, and which of them are compared."""
+import json
+from dataclasses import dataclass, field
+
+_BETAS = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
+_ADAMW = {"type": "AdamW", "params": _BETAS | {"torch_adam": True, "fused": True}}
+_ADAMS = {"type": "ScapeAdamS", "params": _BETAS}
+SILENT = "silent"
+
+
+@dataclass(frozen=True)
+class Run:
+    """``zipccl``: its section; None: native collectives; SILENT: none but small ones. ``equal``: losses must be those of the first run of
+    its engine, at 2 ranks. ``zero``: beside the common settings. Runs with the same ``optimizer`` and ``zero`` share an engine."""
+    optimizer: dict
+    rival: str | None = None
+    zipccl: dict | str | None = None
+    equal: bool = False
+    stages: tuple[int, ...] = (1, 2, 3)
+    zero: dict = field(default_factory=dict)
+
+    @property
+    def engine_key(self) -> str:
+        return json.dumps([self.optimizer, self.zero], sort_keys=True)
+
+
+def _scape(density: float, **more) -> dict:
+    return {"type": "SCAPE", "params": _BETAS | {"density": density} | more}
+
+
+_ON = {"enabled": True}
+RUNS = {
+    "native": Run(_ADAMW),
+    "zipped": Run(_ADAMW, "native", _ON, True),
+    "cached": Run(_ADAMW, "native", _ON | {"cache_params": True}, True, (3,)),
+    "one_sided": Run(_ADAMW, "native", _ON | {"transport": "adaptive"}, True),
+    "cached_one_sided": Run(_ADAMW, "native", _ON | {"cache_params": True, "transport": "adaptive"}, True, (3,)),
+    "again": Run(_ADAMW, "native", None, True),
+    "silent": Run(_ADAMW, "native", SILENT),
+    "zeropp": Run(_ADAMW, "native", None, False, (3,), {"zero_quantized_weights": True, "zero_quantized_gradients": True}),
+    "adams": Run(_ADAMS),
+    "adams_again": Run(_ADAMS, "adams", None, True),
+    "adams_zipped": Run(_ADAMS, "adams", _ON, True),
+    "adams_silent": Run(_ADAMS, "adams", SILENT),
+    **{f"scape{share}{name}": Run(_scape(density, **params), "adams", section, False, (1, 2))
+       for share, density in ((90, 0.1), (99, 0.01))
+       for name, params, section in (("", {}, None), ("_offload", {"offload": True}, None), ("_zipped", {}, _ON),
+                                     ("_offload_zipped", {"offload": True}, _ON))},
+}
+DEFAULT_RUNS = "native,zipped,again"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model, stage and size of batch, and the names of the runs that are compared on them."""
+    model: str
+    stage: int
+    tokens: int
+    runs: tuple[str, ...]
+
+    def known_runs(self) -> tuple[str, ...]:
+        """Those that the stage has, with their rivals."""
+        names = [name for name in self.runs if self.stage in RUNS[name].stages]
+        return tuple(name for name in names if RUNS[name].rival in (None, *names))
+
+
+def zero_settings(run: Run, stage: int, bucket_size: int) -> dict:
+    """As one would train: buckets small enough that most are reduced while backward still runs, in a stream of their own. SCAPE reduces at
+    the end of backward, whatever these say."""
+    common = {"stage": stage, "reduce_bucket_size": bucket_size, "overlap_comm": run.optimizer["type"] != "SCAPE"}
+    return common | run.zero
+
+
+def engine_config(run: Run, stage: int, micro_batch: int, bucket_size: int) -> dict:
+    return {"train_micro_batch_size_per_gpu": micro_batch, "bf16": {"enabled": True}, "steps_per_print": 1 << 30,
+            "zero_optimization": zero_settings(run, stage, bucket_size), "optimizer": run.optimizer}

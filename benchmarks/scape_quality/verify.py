@@ -20,7 +20,7 @@ from ds_scape.update import norms
 
 SMALL = Shape(vocab=64, dim=32, layers=2, heads=2, seq_len=16)
 #: Changes that make a job one of a few steps with and without masks.
-SHORT = {"optimizer": "scape", "density": 0.1, "dense_warmup_steps": 2, "steps": 12}
+SHORT = {"optimizer": "scape", "density": 0.1, "dense_warmup_steps": 2, "steps": 24}
 
 
 def _flow(slots, initial: torch.Tensor, rank: int, ranks: Ranks, num_workers: int, params: ScapeParams, group: dict) -> Flow:

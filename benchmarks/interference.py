@@ -1,13 +1,17 @@
 """How much slower a matrix product gets beside a collective, native or ours, and how long both take together.
 
-    python benchmarks/interference.py --ranks 2 [--size 256M] [--json FILE]
+    python benchmarks/interference.py --ranks 2 [--size 256M] [--sms 0,64,32] [--json FILE]
 
 Per collective and way, on every rank: the products alone, the collectives alone, and both at once, products on one stream and collectives
 on another; medians over --rounds, in turns. ``products_slower``: time of the products beside the collectives / alone. ``both``: time until
 all is done / the longer of the two alone (1: perfectly hidden). Results of the collectives are compared with native's by bits first, those
-of the products after every round. --device cpu runs the same over gloo, to try the script: there nothing runs beside anything.
+of the products after every round. --sms: zipped, with all kernels of the codec on so many multiprocessors of each GPU (0: all), by streams
+of a green context; NCCL's kernels are where they always are. --device cpu runs the same over gloo, to try the script: there nothing
+runs beside anything.
 """
 import argparse
+import ctypes
+import itertools
 import statistics
 import sys
 import time
@@ -36,6 +40,7 @@ def parse(argv=None):
     parser.add_argument("--ranks", type=int, default=None, help="spawn so many here instead of using a launcher")
     parser.add_argument("--op", default=OPS)
     parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--sms", default="0", help="multiprocessors for our kernels, a list of numbers (default 0: all)")
     parser.add_argument("--size", default="256M", help="of the whole tensor")
     parser.add_argument("--side", type=int, default=4096, help="of the square BF16 matrices (default 4096)")
     parser.add_argument("--rounds", type=int, default=11)
@@ -101,20 +106,50 @@ def _agreed(value: float, device: torch.device) -> float:
     return word.item()
 
 
-def measure(spec, way: str, products: Products, args, device: torch.device) -> dict:
+def limited_streams(num_sms: int, device: torch.device, count: int) -> tuple[list[torch.cuda.Stream], int]:
+    """Streams whose kernels run on about ``num_sms`` multiprocessors of the GPU, and on how many they do. Of the driver's green contexts,
+    which live as long as the process. Raises RuntimeError where it has none."""
+    cuda, number, groups = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_uint(1)
+    whole, part, rest = (ctypes.create_string_buffer(1024) for _ in range(3))               # CUdevResource
+    description, context = ctypes.c_void_p(), ctypes.c_void_p()
+
+    def call(name: str, *arguments) -> None:
+        code = getattr(cuda, name)(*arguments)
+        if code:
+            raise RuntimeError(f"{name}: CUresult {code}")
+
+    call("cuDeviceGet", ctypes.byref(number), device.index)
+    call("cuDeviceGetDevResource", number, whole, 1)                                        # CU_DEV_RESOURCE_TYPE_SM
+    call("cuDevSmResourceSplitByCount", part, ctypes.byref(groups), whole, rest, 0, ctypes.c_uint(num_sms))
+    call("cuDevResourceGenerateDesc", ctypes.byref(description), part, 1)
+    call("cuGreenCtxCreate", ctypes.byref(context), description, number, 1)                 # CU_GREEN_CTX_DEFAULT_STREAM
+    handles = [ctypes.c_void_p() for _ in range(count)]
+    for handle in handles:
+        call("cuGreenCtxStreamCreate", ctypes.byref(handle), context, 1, 0)                 # CU_STREAM_NON_BLOCKING
+    kept = int.from_bytes(part.raw[96:100], "little")                                       # its smCount
+    return [torch.cuda.ExternalStream(handle.value, device=device) for handle in handles], kept
+
+
+def measure(spec, way: str, products: Products, args, device: torch.device, num_sms: int = 0) -> dict:
     runtime = None
     if way != "native":
         config = ZipcclConfig(enabled=True, collectives="always", min_bytes=0, transport=WAYS[way], split_lists="all_or_none")
         runtime = Runtime(config, {device.type: loader.resolve("best", device.type)})
     call = make_call(spec, parse_size(args.size), torch.bfloat16, device, False)
     side = torch.cuda.Stream(device) if device.type == "cuda" else None
+    if num_sms and runtime and side:
+        (side, decode), num_sms = limited_streams(num_sms, device, 2)
+        runtime.state(call.group, device).decode_stream = decode
 
     def one():
         work = front.run(runtime, call) if runtime else None
         return spec.native(call) if work is None else work
 
     def to_its_end() -> None:
-        one().wait()
+        if side:
+            side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):               # no stream, no effect
+            one().wait()
         _settle(device)
 
     wrong = 0 if way == "native" else count_wrong(spec, call, to_its_end)
@@ -126,7 +161,7 @@ def measure(spec, way: str, products: Products, args, device: torch.device) -> d
     count = max(2, round(PRODUCTS_MS / _agreed((time.perf_counter() - start) / 3 * 1e3, device)))
 
     def collectives() -> None:
-        with torch.cuda.stream(side):               # no stream, no effect
+        with torch.cuda.stream(side):
             for work in [one() for _ in range(count)]:
                 work.wait()
 
@@ -153,7 +188,7 @@ def measure(spec, way: str, products: Products, args, device: torch.device) -> d
             for name, value in zip(times, (alone, coll, beside, both), strict=True):
                 times[name].append(_agreed(value, device))
     found = {name: statistics.median(values) for name, values in times.items()}
-    row = {"op": spec.name, "impl": way, "bytes": parse_size(args.size), "ranks": dist.get_world_size(),
+    row = {"op": spec.name, "impl": way, "sms": num_sms, "bytes": parse_size(args.size), "ranks": dist.get_world_size(),
            "wrong": int(_agreed(wrong, device)), "num_products": products.count, "num_collectives": count,
            **{f"{name}_ms": value for name, value in found.items()},
            "products_slower": found["beside"] / found["products"],
@@ -170,8 +205,10 @@ def bench(args, argv: list[str]) -> int:
     products, rows = Products(args.side, device), []
     products.count = int(_agreed(products.count, device))
     for op in args.op.split(","):
-        for way in args.ways.split(","):
-            rows.append(measure(specs()[op], way, products, args, device))
+        for way, num_sms in itertools.product(args.ways.split(","), map(int, args.sms.split(","))):
+            if num_sms and way != "zipped":         # kernels of the one-sided way wait for each other, and count on room for all
+                continue
+            rows.append(measure(specs()[op], way, products, args, device, num_sms))
             if dist.get_rank() == 0:
                 print("  ".join(f"{name} {round(value, 3) if isinstance(value, float) else value}" for name, value in rows[-1].items()),
                       flush=True)

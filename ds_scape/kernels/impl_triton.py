@@ -9,7 +9,6 @@ import torch
 
 from ds_scape.kernels import cuda_plans as plans
 from ds_scape.kernels.impl_reference import BLOCK, LANES, empty_beside, index_bytes, position_dtype
-from zipscape.errors import BuildError, describe
 from zipscape.op_builder import triton_device
 
 LOG_TILE, STEP, SPARSE = 12, 1024, 256         # elements of a program: of a residual (log2), of a step, of those at scattered places
@@ -20,17 +19,8 @@ FEW = 2048
 @functools.cache
 def load():
     """Raises BuildError when Triton is not installed, there is no GPU for it, or it cannot build: it needs a C compiler at run time."""
-    return _tried(TritonKernels(), triton_device.device_type())
-
-
-def _tried(kernels, device: str):
-    """These, after one of them has run: better here than in the first step."""
-    try:
-        kernels.scatter(*(torch.zeros(1, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32, torch.float32)))
-    except Exception as error:              # Triton's, the compiler's, the driver's
-        raise BuildError(describe("Triton cannot build its kernels", got=f"{type(error).__name__}: {error}",
-                                  todo="install a C compiler and Python's headers, or nvcc")) from error
-    return kernels
+    triton_device.device_type()
+    return TritonKernels()
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:
@@ -179,7 +169,7 @@ class TritonKernels:
         return result
 
     # --- the next mask ------------------------------------------------------------------------------------------------------------------
-    def select(self, rank_by, square, last_sync, step, max_age, segments, chosen=None, empty=None):
+    def select(self, rank_by, square, last_sync, step, max_age, segments, chosen=None, empty=None, hints=None):
         device, empty = rank_by.device, empty or empty_beside(rank_by)
         plan = plans.select_plan(segments, rank_by.numel(), device)
         chosen = torch.empty(rank_by.numel(), dtype=torch.bool, device=device) if chosen is None else chosen

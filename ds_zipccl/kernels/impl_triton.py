@@ -26,7 +26,7 @@ _current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 
 def load():
-    """Raises BuildError when Triton is not installed or there is no GPU for it."""
+    """Raises BuildError when Triton is not installed, there is no GPU for it, or it cannot build: it needs a C compiler at run time."""
     triton_device.device_type()
     return TritonKernels()
 

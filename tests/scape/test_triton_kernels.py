@@ -1,5 +1,6 @@
 """SCAPE's Triton kernels against the reference, bit for bit, interpreted on the CPU, and what they are compiled to. On a GPU
 test_kernels.py runs all cases with them (ZIPSCAPE_TEST_DEVICE=cuda)."""
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -14,6 +15,7 @@ from ds_scape.kernels import impl_triton, loader
 from ds_scape.optimizer import ranking
 from ds_scape.sync.partition import Segment
 from zipscape.errors import BuildError
+from zipscape.op_builder import triton_device
 
 LIMIT_S = 300              # some seconds on a quiet core
 
@@ -49,14 +51,20 @@ def test_it_needs_a_gpu():
         impl_triton.load()
 
 
-def test_it_is_not_there_where_it_cannot_build():
-    """Before anything is trained with it: else a job that had run with the reference would end in its first step."""
-    class WithoutCompiler:
-        def scatter(self, target, index, values):
-            raise RuntimeError("Failed to find C compiler")
+@pytest.mark.parametrize("package", ["ds_scape", "ds_zipccl"])
+def test_it_is_not_there_where_it_cannot_build(package, monkeypatch):
+    """Before anything is trained with it: else a job that had run with other kernels would end in its first step."""
+    triton = pytest.importorskip("triton")
 
+    def launch():
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(triton, "jit", lambda kernel: {(1,): launch})
+    triton_device.device_type.cache_clear()
+    load = importlib.import_module(f"{package}.kernels.impl_triton").load
     with pytest.raises(BuildError, match="Failed to find C compiler"):
-        impl_triton._tried(WithoutCompiler(), "cpu")
+        getattr(load, "__wrapped__", load)()
 
 
 @pytest.mark.parametrize("sizes", [(1,), (512,), (513, 3, 100_000), (7,) * 50])

@@ -1,5 +1,6 @@
 """``ds_zipccl bench collectives``: native against ours, call by call, with the columns of nccl-tests."""
 import contextlib
+import functools
 import random
 import statistics
 import sys
@@ -25,10 +26,12 @@ HELP = "collectives: native against zipped, with the columns of nccl-tests"
 DESCRIPTION = """Every collective at every size: native, native once more (its speedup is the noise) and ours, in turns. size: bytes of
 the whole tensor, as nccl-tests counts them; count: its elements; algbw = size / time; busbw = algbw x the collective's factor; both on
 raw bytes. wire: what a rank sends (the largest of all ranks); ratio = raw / wire. speedup: the median of native time / this time over the
-turns, with the interval that holds the true median with 95 %. #wrong: elements that differ from native's on inputs that sum exactly in any
+turns, with the interval that holds the true median with 95 %. A row is slower only if all of that lies below 0.97; the medians below it are
+counted beside, and both for native once more. #wrong: elements that differ from native's on inputs that sum exactly in any
 order, and, where nothing is summed or 2 ranks sum, on Gaussians. Exit status 1 if any does."""
 COLUMNS = ("op", "size", "count", "type", "place", "path", "time us", "algbw", "busbw", "wire", "ratio", "speedup", "95 %", "decision",
            "#wrong")
+LEAST = 0.97                             # of native's speed, is promised under ``adaptive``
 BITS = {2: torch.int16, 4: torch.int32}
 IN_PLACE = ("all_gather_into_tensor", "reduce_scatter_tensor")          # both ways exist; others have one
 
@@ -44,6 +47,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--transport", choices=("process_group", "symmetric_memory", "adaptive"), default="process_group",
                         help="symmetric_memory: ours goes one-sided where it can (decision says one-sided); adaptive: where that is faster")
     parser.add_argument("--iters", type=int, default=11, help="turns (default 11)")
+    parser.add_argument("--calls", type=int, default=1, metavar="N", help="time N calls back to back, as behind a computation; times are "
+                        "of one (default 1: each waits for its own launch)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kernels", choices=("best", *loader.NAMES), default="best")
     parser.add_argument("--level", type=int, choices=(1, 2), default=1, help="compression level (default 1)")
@@ -53,9 +58,9 @@ def add_arguments(parser) -> None:
 
 def _sizes(args) -> list[int]:
     begin, end = parse_size(args.begin), parse_size(args.end)
-    if args.factor < 2 or begin > end or args.iters < 1:
-        raise ZipScapeError(describe("the sweep", got=f"-b {args.begin} -e {args.end} -f {args.factor} --iters {args.iters}",
-                                     expected="-b <= -e, -f >= 2, --iters >= 1"))
+    if args.factor < 2 or begin > end or args.iters < 1 or args.calls < 1:
+        raise ZipScapeError(describe("the sweep", got=f"-b {args.begin} -e {args.end} -f {args.factor} --iters {args.iters} "
+                                     f"--calls {args.calls}", expected="-b <= -e, -f >= 2, --iters >= 1, --calls >= 1"))
     sizes = [begin]
     while sizes[-1] * args.factor <= end:
         sizes.append(sizes[-1] * args.factor)
@@ -102,8 +107,9 @@ def _restore(tensors, saved) -> None:
         t.copy_(s)
 
 
-def _wait(work, device) -> None:
-    work.wait()
+def _wait(works, device) -> None:
+    for work in works:
+        work.wait()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -111,7 +117,7 @@ def _wait(work, device) -> None:
 def count_wrong(spec: CollectiveSpec, call: Call, ours) -> int:
     """Elements of the outputs, in bits and NaN payloads included, that differ from native's after ``ours()``."""
     saved = _copies(call.inputs)
-    _wait(spec.native(call), call.device)
+    _wait([spec.native(call)], call.device)
     expected = _copies(call.outputs)
     for t in call.outputs:
         if not any(t.data_ptr() == s.data_ptr() for s in call.inputs):
@@ -138,9 +144,9 @@ def median_interval(values: list[float]) -> tuple[float, float]:
     return ordered[low], ordered[n - 1 - low]
 
 
-def _times(paths: dict, call: Call, iters: int) -> dict[str, list[float]]:
-    """Microseconds of the slowest rank, per path and turn; the inputs are put back before each (all_reduce is in place). In an order of
-    its own each turn: what ran just before is in the caches."""
+def _times(paths: dict, call: Call, iters: int, num_calls: int) -> dict[str, list[float]]:
+    """Microseconds of one of the ``num_calls`` of a function on the slowest rank, per path and turn; the inputs are put back before each
+    turn (all_reduce is in place). In an order of its own each turn: what ran just before is in the caches."""
     saved, times = _copies(call.inputs), {path: [] for path in paths}
     for turn in range(iters + 2):
         for path, function in random.Random(turn).sample(list(paths.items()), len(paths)):
@@ -151,7 +157,7 @@ def _times(paths: dict, call: Call, iters: int) -> dict[str, list[float]]:
             start = time.perf_counter()
             function()
             if turn >= 2:
-                times[path].append((time.perf_counter() - start) * 1e6)
+                times[path].append((time.perf_counter() - start) * 1e6 / num_calls)
     slowest = torch.tensor(list(times.values()), dtype=torch.float64, device=call.device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return dict(zip(times, slowest.tolist(), strict=True))
@@ -163,19 +169,20 @@ def measure(spec: CollectiveSpec, size: int, args, runtime: Runtime, in_place: b
     call = make_call(spec, size, dtype, device, in_place)
 
     def native() -> None:
-        _wait(spec.native(call), device)
+        _wait([spec.native(call) for _ in range(args.calls)], device)
 
-    def ours() -> None:
-        _wait(front.run(runtime, call, spec.native), device)
+    def ours(num_calls: int = args.calls) -> None:
+        _wait([front.run(runtime, call, spec.native) for _ in range(num_calls)], device)
 
-    wrong = count_wrong(spec, call, ours)
+    once = functools.partial(ours, 1)
+    wrong = count_wrong(spec, call, once)
     _gaussian(call)
     if not spec.reduces or call.world_size == 2:
-        wrong += count_wrong(spec, call, ours)
+        wrong += count_wrong(spec, call, once)
     for _ in range(3):
         ours()                                       # capacities and the switch settle
     before = runtime.stats.snapshot().get(spec.name, {})
-    times = _times({"native": native, "native again": native, "ours": ours}, call, args.iters)
+    times = _times({"native": native, "native again": native, "ours": ours}, call, args.iters, args.calls)
     seen = difference(runtime.stats.snapshot()[spec.name], before)
     calls = seen["calls_zipped"] + seen["calls_native"]
     reasons = max(seen["native_reasons"], key=seen["native_reasons"].get, default="")
@@ -202,6 +209,16 @@ def measure(spec: CollectiveSpec, size: int, args, runtime: Runtime, in_place: b
     return rows
 
 
+def slower(rows: list[dict]) -> dict[str, dict[str, int]]:
+    """Of how many rows the whole interval lies below LEAST, and of how many the median, by path: native against itself is the noise."""
+    seen = {}
+    for path in ("native again", "ours"):
+        mine = [row for row in rows if row["impl"] == path]
+        seen[path] = {"rows": len(mine), "intervals": sum(row["speedup_interval"][1] < LEAST for row in mine),
+                      "medians": sum(row["speedup"] < LEAST for row in mine)}
+    return seen
+
+
 def _bench(args, argv: list[str]) -> int:
     config = ZipcclConfig(enabled=True, collectives=args.choice, min_bytes=0, kernels=args.kernels, level=args.level,
                           transport=args.transport, deterministic_reduce=False, split_lists="all_or_none")
@@ -225,10 +242,14 @@ def _bench(args, argv: list[str]) -> int:
         row["wrong"] = total
     if first:
         console.print(_table(rows, args))
+        for path, seen in slower(rows).items():
+            console.print(f"{path}: {seen['rows']} rows, {seen['intervals']} slower than native by more than 3 % with 95 % confidence "
+                          f"({seen['medians']} medians)")
         if args.json:
-            settings = {"device": args.device, "choice": args.choice, "transport": args.transport, "iters": args.iters, "level": args.level,
-                        "kernels": runtime.kernels}
-            write_json(args.json, {"settings": settings, "rows": rows, **measured}, command="ds_zipccl " + " ".join(argv))
+            settings = {"device": args.device, "choice": args.choice, "transport": args.transport, "iters": args.iters,
+                        "calls": args.calls, "level": args.level, "kernels": runtime.kernels}
+            write_json(args.json, {"settings": settings, "rows": rows, "slower": slower(rows), **measured},
+                       command="ds_zipccl " + " ".join(argv))
             console.print(f"written to {args.json}")
     total = int(wrong.sum())
     if total and first:
@@ -238,7 +259,8 @@ def _bench(args, argv: list[str]) -> int:
 
 def _table(rows: list[dict], args) -> Table:
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, gloo"
-    title = f"ds_zipccl bench collectives: {rows[0]['ranks']} ranks, {where}, median of {args.iters} turns"
+    title = f"ds_zipccl bench collectives: {rows[0]['ranks']} ranks, {where}, median of {args.iters} turns" + (
+        f", {args.calls} calls back to back in each" if args.calls > 1 else "")
     table = Table(title=title, title_justify="left")
     for column in COLUMNS:
         table.add_column(column, justify="left" if column in ("op", "type", "place", "path", "decision") else "right", no_wrap=True)

@@ -19,6 +19,7 @@ import torch
 from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.codec.format import layout
 from ds_zipccl.collectives.cost import MIN_GAIN, NATIVE, ONE_SIDED, ZIPPED, Costs, Curve, fastest
+from ds_zipccl.collectives.native_launch import ASK, launch_of
 from ds_zipccl.collectives.pairs import reason_for_raw
 from ds_zipccl.collectives.registry import Call, CollectiveSpec
 from ds_zipccl.collectives.transport import native_all_gather
@@ -28,9 +29,8 @@ log = logging.getLogger("ds_zipccl")
 PROBE_SIZES = {"cpu": (1 << 18, 1 << 21, 1 << 24), "cuda": (1 << 20, 1 << 22, 1 << 24, 1 << 26)}
 LARGER_SIZES = {"cpu": (), "cuda": (1 << 28,)}      # as well, while the largest takes less than SHORT_US natively
 SHORT_US = 1500.0                                   # a call of which the launch is no more than a few percent
-PROBE_ROUNDS = {"cpu": 3, "cuda": 7}                # of which the median counts
+PROBE_ROUNDS = {"cpu": 3, "cuda": 11}               # of which the median counts
 BURST_CALLS, BURST_ROUNDS = {"cpu": 1, "cuda": 6}, {"cpu": 1, "cuda": 3}        # on a CPU each call ends before the next begins
-EVICTING_BYTES = 4 << 20                            # more than what a core has to itself, on most machines
 TENSORS_OF_A_PROBE = 8             # the memory it takes, at most, by that of its whole tensor
 MAX_SIZES = 4096
 NO_CHOICE = Costs(Curve((1, 2), (1.0, 1.0)), Curve((1, 2), (0.0, 0.0)), 1.0)          # what must be zipped, one way alone
@@ -202,13 +202,12 @@ def measure(spec: CollectiveSpec, call: Call, run_zipped: Callable[[Call], bool]
             tests[size] = _test_call(spec, call, size)
         return _medians(spec, tests[size], run_zipped, run_one_sided, start, *num_calls)
 
-    start = _starter(call, side, cold=device.type == "cuda")
+    start = _starter(call, side)
     singles = slowest([medians(size, start) for size in sizes])
     if larger and singles[-1][0] < SHORT_US:            # a fast link: the host has its share in the time still
         singles, sizes = singles + slowest([medians(size, start) for size in larger]), (*sizes, *larger)
     bursts, num_calls = singles, BURST_CALLS[device.type]
     if num_calls > 1:
-        start = _starter(call, side)
         seen = [medians(size, start, num_calls) if single[0] < SHORT_US else single for size, single in zip(sizes, singles, strict=True)]
         bursts = slowest(seen)
     costs = replace(_costs(sizes, singles, ratio), burst=_costs(sizes, bursts, ratio) if num_calls > 1 else None)
@@ -235,17 +234,15 @@ def _affordable_sizes(call: Call, side) -> tuple[tuple[int, ...], tuple[int, ...
     return sizes[:max(2, num)], larger[:max(0, num - len(sizes))]
 
 
-def _starter(call: Call, side, cold: bool = False) -> Callable[[], None]:
+def _starter(call: Call, side) -> Callable[[], None]:
     """What makes all ranks begin at the same time, with nothing queued: a run that begins while another rank is busy still, with the run
-    before, is measured too long, or has its host time hidden behind that. ``cold``: with the host's caches as a call finds them whose
-    host was busy elsewhere, not as a loop of nothing but such calls leaves them: our ways run more of it than native. On a GPU over the
-    group itself, so that it has not rested: over host memory single calls took 200 us more when another one had been asked."""
+    before, is measured too long, or has its host time hidden behind that. On a GPU over the group itself, so that it has not rested: over
+    host memory single calls took 200 us more when another one had been asked. The host's caches stay as that leaves them, as in ``bench
+    collectives``: emptied before each call, they doubled the times of short calls, which then said more of the host than of the ways."""
     own = torch.zeros(1, dtype=torch.int32, device=call.device)
     everyones = torch.empty(call.world_size, dtype=torch.int32, device=call.device)
-    other_work = b"." * (EVICTING_BYTES if cold else 0)             # zeros would all be one page
 
     def start() -> None:
-        other_work.find(b"-")
         if call.device.type == "cuda":
             native_all_gather(everyones, own, call.group).wait()
             torch.cuda.synchronize(call.device)
@@ -273,8 +270,11 @@ def _test_call(spec: CollectiveSpec, call: Call, whole_bytes: int) -> Call:
 def _medians(spec: CollectiveSpec, test: Call, run_zipped, run_one_sided, start: Callable[[], None], num_calls: int = 1) -> list[float]:
     """Microseconds of a call on this rank: native, zipped, one-sided (infinite: not at all). ``start()`` before each, or before each
     burst of ``num_calls``."""
-    def natively(test: Call) -> bool:
-        return spec.native(test).wait()
+    launch = launch_of(test)
+
+    def natively(test: Call) -> bool:               # as calls go that are known to go so
+        work = launch(test.output, test.input, test.group, True, test.reduce_op, test.root)
+        return (spec.native(test) if work is ASK else work).wait()
 
     runs, is_right = [natively, run_zipped if run_zipped(test) else None, None], True          # a first time, which is not measured
     if run_one_sided is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_zipccl.cli.bench_collectives import IN_PLACE, median_interval
+from ds_zipccl.cli.bench_collectives import IN_PLACE, median_interval, slower
 from ds_zipccl.cli.main import main
 from ds_zipccl.collectives.registry import specs
 from tests.helpers import ranks
@@ -42,7 +42,8 @@ def test_every_collective_of_the_registry(tmp_path):
     file = tmp_path / "rows.json"
     assert main([*COMMAND, "--ranks", "2", "--transport", "symmetric_memory", "--json", str(file)]) == 0
     document = json.loads(file.read_text())
-    assert set(document) == {"meta", "settings", "rows", "switch", "switch_times"}
+    assert set(document) == {"meta", "settings", "rows", "slower", "switch", "switch_times"}
+    assert document["slower"] == slower(document["rows"])
     assert document["settings"]["transport"] == "symmetric_memory"
     assert {row["transport"] for row in document["rows"]} == {"process_group"}
     check(document["rows"], list(specs()))
@@ -86,7 +87,8 @@ def test_wrong_elements_are_counted():
 
 @pytest.mark.parametrize("arguments, message", [
     ([], "at least 2 ranks"), (["--ranks", "1"], "at least 2 ranks"), (["--ranks", "2", "--op", "gather"], "all_reduce"),
-    (["--ranks", "2", "-b", "2M", "-e", "1M"], "-b <= -e"), (["--ranks", "2", "-f", "1"], "-f >= 2"), (["--ranks", "2", "-b", "x"], "64K")])
+    (["--ranks", "2", "-b", "2M", "-e", "1M"], "-b <= -e"), (["--ranks", "2", "-f", "1"], "-f >= 2"), (["--ranks", "2", "-b", "x"], "64K"),
+    (["--ranks", "2", "--calls", "0"], "--calls >= 1")])
 def test_refusals(arguments, message, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     assert main(["bench", "collectives", "--device", "cpu", *arguments]) == 2
@@ -98,3 +100,21 @@ def test_interval_of_the_median():
     assert median_interval(values) == (2, 10)              # 11 values: between the 2nd and the 10th with 98.8 %
     assert median_interval(values[:5]) == (1, 9)           # too few for 95 %: all of them
     assert median_interval([float(v) for v in range(1, 31)]) == (10, 21)
+
+
+def test_a_row_is_slower_where_its_whole_interval_says_so():
+    def row(path, median, high):
+        return {"impl": path, "speedup": median, "speedup_interval": (0.5, high)}
+
+    rows = [row("native", 0.5, 0.5), row("native again", 0.96, 0.98), row("ours", 0.9, 0.969), row("ours", 0.96, 0.97),
+            row("ours", 0.98, 1.1)]
+    assert slower(rows) == {"native again": {"rows": 1, "intervals": 0, "medians": 1}, "ours": {"rows": 3, "intervals": 1, "medians": 2}}
+
+
+def test_calls_back_to_back(tmp_path, capsys):
+    """Times are of one; bytes and decisions too."""
+    file = tmp_path / "rows.json"
+    assert main([*COMMAND, "--ranks", "2", "--op", "all_gather_into_tensor,all_reduce", "--calls", "3", "--json", str(file)]) == 0
+    document = json.loads(file.read_text())
+    check(document["rows"], ["all_gather_into_tensor", "all_reduce"])
+    assert document["settings"]["calls"] == 3

@@ -19,7 +19,8 @@ typedef uint64_t u64;
 typedef uint32_t u32;
 typedef uint8_t u8;
 
-// zipccl_cuda_encode_telling, zipccl_cuda_decode, zipccl_cuda_decode_reduce; cuEventRecord, cuStreamWaitEvent, cuMemcpyDtoDAsync.
+// zipccl_cuda_encode_telling, zipccl_cuda_decode, zipccl_cuda_decode_reduce; cuEventRecord, cuStreamWaitEvent, cuMemcpyDtoDAsync,
+// cuCtxGetCurrent, cuStreamIsCapturing.
 struct Functions {
     int (*encode)(const void* geometry, const void* x, i64 row_stride, void* frames, i64 frame_stride, i64 num_rows, i64 skip, void* status,
                   void* workspace, void* mail, u32 stamp, void* stream);
@@ -30,6 +31,8 @@ struct Functions {
     int (*record)(void* event, void* stream);
     int (*wait)(void* stream, void* event, unsigned flags);
     int (*copy)(u64 to, u64 from, size_t num_bytes, void* stream);
+    int (*context)(void** context);
+    int (*is_capturing)(void* stream, int* status);
 };
 
 // ncclAllGather, ncclSend, ncclRecv, ncclGroupStart, ncclGroupEnd.
@@ -74,6 +77,23 @@ struct Plan {
     i64 num_transfers;
     void *payload_stream, *arrived;                // its stream; the event behind it
 };
+
+// A plan for calls one after another, whose status words are in a ring of a mailbox (mailbox.py): exchange `count` has the entries from
+// `count` % `depth` * `num_ranks` on, and a stamp.
+struct Repeat {
+    const Plan* plan;
+    void* context;                                 // of the plan's streams
+    i64 x_bytes, out_bytes;                        // of the tensors, which must not share memory,
+    i64 anywhere, place;                           // but anywhere (not 0), or where the input is the output's `place` (-1: nowhere)
+    u8* mail;                                      // the ring as the GPU sees it
+    const u64* ring;                               // as the host does
+    u64* mark;                                     // where this rank says how many exchanges it has read
+    i64 depth, num_ranks, rank;
+    u32 stops;                                     // words that have any of these bits are not for `finish`
+    u32* words;                                    // where `finish` puts the ranks' words
+};
+
+const int NOT_SO = -1000;                          // nothing was done
 
 const int NCCL_UINT8 = 1;
 
@@ -155,6 +175,35 @@ int zipccl_launch_call(const Plan* p, void* communicator, const u8* x, u8* out, 
 
 // `stream` waits for the output.
 int zipccl_launch_join(const Plan* p, void* stream) { return p->functions->wait(stream, p->filled, 0); }
+
+// `call`, which fills, with exchange `count`; NOT_SO where another device is current, the stream is captured, or the tensors share memory.
+int zipccl_launch_repeat(const Repeat* r, void* communicator, const u8* x, u8* out, u64 count) {
+    const Plan* p = r->plan;
+    const Functions& f = *p->functions;
+    void* context = nullptr;
+    int status = 0;
+    const bool apart = out >= x + r->x_bytes || x >= out + r->out_bytes;
+    if (!apart && !r->anywhere && !(r->place >= 0 && x == out + r->place)) return NOT_SO;
+    if (f.context(&context) || context != r->context || f.is_capturing(p->stream, &status) || status) return NOT_SO;
+    const u64 entry = count % (u64)r->depth * (u64)r->num_ranks + (u64)r->rank;
+    return zipccl_launch_call(p, communicator, x, out, r->mail + 8 * entry, (u32)(count % 0xFFFFFFFFu + 1), 1);
+}
+
+// Once all ranks' words of exchange `count` are there, and none stops it: `stream` waits for the output. Else NOT_SO.
+int zipccl_launch_finish(const Repeat* r, void* stream, u64 count) {
+    const Functions& f = *r->plan->functions;
+    const u64* entries = r->ring + count % (u64)r->depth * (u64)r->num_ranks;
+    const u64 stamp = count % 0xFFFFFFFFu + 1;
+    for (i64 i = 0; i < r->num_ranks; i++) {
+        const u64 value = __atomic_load_n(entries + i, __ATOMIC_ACQUIRE);
+        if (value >> 32 != stamp || (u32)value & r->stops) return NOT_SO;
+        r->words[i] = (u32)value;
+    }
+    void* context = nullptr;
+    if (f.context(&context) || context != r->context || f.wait(stream, r->plan->filled, 0)) return NOT_SO;
+    __atomic_store_n(r->mark, count + 1, __ATOMIC_RELEASE);
+    return 0;
+}
 
 }  // extern "C"
 

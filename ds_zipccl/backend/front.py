@@ -40,10 +40,13 @@ def run(runtime: Runtime, call: Call, native: Callable[[Call], object] | None = 
                 result = native(call)
             known.add(call.reduce_op, call.root)
             return result
+    work = runtime.again(call)
+    if work is not None:
+        return work
     if isinstance(call.input, tuple) and not (call.inputs or call.outputs):
         count_native(runtime, call.op, call.group, lambda world: 0, "shape")
         return None if native is None else native(call)
-    work = runtime.run(call, lambda: reason_for_native(runtime.config, SPECS[call.op], call))
+    work = runtime.decide(call, lambda: reason_for_native(runtime.config, SPECS[call.op], call))
     return native(call) if work is None and native is not None else work
 
 

@@ -61,13 +61,15 @@ class _Exchange(Flight):
         self._classes = [[(peer, piece.capacity) for peer, piece in enumerate(side.pieces) if piece.codec is not None]
                          for side in (sent, received)]
         counts, counts_in = sent.word_counts, received.word_counts
-        self.words = Words(torch.empty(sum(counts) + sum(counts_in), dtype=torch.int32, device=self.device), launch.state)
+        self.is_for_all = self._whole is not None           # each of the two has a word for the other
+        self.words = self.everyones_words() if self.is_for_all else Words(
+            torch.empty(sum(counts) + sum(counts_in), dtype=torch.int32, device=self.device), launch.state)
         own, theirs = self.words.data.split([sum(counts), sum(counts_in)])
         self._word_exchange = theirs, own, counts_in, counts
         # One kernel call encodes for many peers, each of whom needs his own word: from the frames' headers. A single one is the call's.
         self._headers = []
         if sum(counts) == 1:
-            self.status = own
+            self.status = self.status if self.is_for_all else own
         else:
             headers = [f.view(torch.int32)[:, STATUS_OFFSET // STATUS_BYTES] for f in self._frames.values()]
             self._headers = list(zip(own.split([len(h) for h in headers]), headers, strict=True))
@@ -169,16 +171,20 @@ class _Exchange(Flight):
 
     def send_words(self) -> None:
         """To each peer with whom this rank has a zipped piece, and from it: (own words, then the peers')."""
+        if self.is_for_all:
+            return super().send_words()
         for own, headers in self._headers:
             own.copy_(headers)
         self.words.exchange(self.launch.side.exchange_words, *self._word_exchange)
 
     def post_words(self) -> tuple[int, int] | None:
+        if self.is_for_all:
+            return super().post_words()
         _, _, counts_in, counts = self._word_exchange
         return None if self._headers else self.launch.side.post_to_one(self.words, counts_in, counts)
 
     def settle(self, words: list[int]) -> int | None:
-        words = iter(words)
+        words = iter(words if not self.is_for_all or self.rank == 0 else reversed(words))           # the own one first
         again, missing = ([peer for peer, need in needs.items() if observe(need, [next(words)])] for needs in self._needs)
         if not (again or missing):
             return None
@@ -253,6 +259,7 @@ def _start(spec: CollectiveSpec, call: Call, launch: Launch, kind: Kind | None) 
 
         flight = ready(kind, launch, tuple([room and room[1] for side in found for room in side]), make)
         if flight is not None:
+            flight.rooms = tuple([room for side in found for room in side if room])
             flight.begin(call)
             return flight
     launch.side.exchange_no_words(call.world_size)      # others may have pairs to zip

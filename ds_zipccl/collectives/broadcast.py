@@ -15,6 +15,7 @@ from ds_zipccl.collectives.words import Words
 
 class _Broadcast(Flight):
     """Phases: 1. the root encodes; 2. broadcast of the frame; 3. the others decode. The root's tensor is never written."""
+    is_for_all = False
 
     def __init__(self, call: Call, launch: Launch, codec: Codec):
         super().__init__(call, launch)

@@ -43,32 +43,53 @@ class Capacity:
     spill_per_tile: int = DEFAULT_SPILL_PER_TILE
     calls_left_out: int = 0
     given_windows: bool = False             # measured once, by rank: an overflow may say no more than that one is out of date
+    num_calm: int = 0                       # calls in a row that did not overflow
+    under_way: deque = field(default_factory=deque)         # needs of the calls launched, in order, until they are taken account of
+    is_forgotten: bool = False              # the group keeps it no more: such calls are of a new class
     _recent: deque = field(default_factory=lambda: deque(maxlen=SHRINK_AFTER))
-    _num_calm: int = 0
-    _launched: deque = field(default_factory=deque)         # their needs, in order
+    _is_guess: bool = False                 # the room: nothing is known of the data yet
 
     @classmethod
     def of(cls, row_numel: int, itemsize: int, first_spill: float) -> "Capacity":
         """For rows of ``row_numel`` elements; ``first_spill``: the room before anything is known of the data, as a share of the
         raw bytes."""
         tile_bytes = min(TILE_ELEMS, row_numel) * itemsize
-        return cls(int(GIVE_UP_SHARE * tile_bytes), max(DEFAULT_SPILL_PER_TILE, int(first_spill * tile_bytes)))
+        spill = max(DEFAULT_SPILL_PER_TILE, int(first_spill * tile_bytes))
+        return cls(int(GIVE_UP_SHARE * tile_bytes), spill, _is_guess=spill > DEFAULT_SPILL_PER_TILE)
 
     def launched(self) -> Need:
         """A call goes with the room that ``next_call`` gave; who learns what it needed fills this in."""
         need = Need()
-        self._launched.append(need)
+        self.under_way.append(need)
         return need
 
     def overdue(self) -> Need | None:
         """What the next call must not go without: it is to be known, then ``take_account``; None: nothing."""
-        return self._launched[0] if len(self._launched) >= (LAG if self._num_calm >= CALM_AFTER else 1) else None
+        return self.under_way[0] if len(self.under_way) >= (LAG if self.num_calm >= CALM_AFTER else 1) else None
 
     def take_account(self) -> None:
         """Of the oldest call; of nothing where that failed before its need was known."""
-        need = self._launched.popleft()
+        need = self.under_way.popleft()
         if need.is_known():
             self.observe(need.num_bytes, need.overflow)
+
+    def look_ahead(self) -> bool:
+        """Takes account of the oldest call already, before the next one must not go without it, if it is known and leaves everything as it
+        is: ranks that do this at different times, or never, agree. Returns whether the next call has nothing to wait for."""
+        if self.num_calm >= CALM_AFTER and len(self.under_way) >= LAG:
+            need = self.under_way[0]
+            if need.is_known() and not need.overflow and (self.spill_per_tile == DEFAULT_SPILL_PER_TILE
+                                                          or self._room_after((*self._recent, need.num_bytes)) is None):
+                self.take_account()
+        return self.num_calm >= CALM_AFTER and len(self.under_way) < LAG
+
+    def _room_after(self, needs) -> int | None:
+        """The room that the latest calls, which did not overflow, leave, or None: it stays. A guess goes down as soon as the class is
+        calm."""
+        if self.spill_per_tile == DEFAULT_SPILL_PER_TILE or len(needs) < (CALM_AFTER if self._is_guess else SHRINK_AFTER):
+            return None
+        room = _room_for(max(needs[-SHRINK_AFTER:]))
+        return room if room < self.spill_per_tile else None
 
     def next_call(self) -> int | None:
         """Sub-pool bytes per tile for the next call, or None: send it uncompressed, the data does not compress."""
@@ -80,7 +101,7 @@ class Capacity:
     def observe(self, need: int, overflow: bool) -> None:
         """Takes the largest spill need over all ranks of a finished call, in bytes per tile."""
         self._recent.append(need)
-        self._num_calm = 0 if overflow else self._num_calm + 1
+        self.num_calm = 0 if overflow else self.num_calm + 1
         if overflow:
             if self.given_windows and len(self._recent) > 1:
                 pass                                    # they served until now and are measured anew for the next call
@@ -89,5 +110,8 @@ class Capacity:
             else:
                 self.spill_per_tile = _room_for(need)
             self._recent.clear()
-        elif len(self._recent) == SHRINK_AFTER and self.spill_per_tile > DEFAULT_SPILL_PER_TILE:
-            self.spill_per_tile = min(self.spill_per_tile, _room_for(max(self._recent)))
+            self._is_guess = False
+            return
+        room = self._room_after(tuple(self._recent))
+        if room is not None:
+            self.spill_per_tile, self._is_guess = room, False

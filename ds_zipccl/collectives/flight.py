@@ -8,12 +8,12 @@ import torch.distributed as dist
 from ds_zipccl.codec.codec import Codec
 from ds_zipccl.codec.format import OVERFLOW_BIT, SPILL_SHIFT, spill_need_bytes
 from ds_zipccl.collectives import nccl_direct, streams, transport
-from ds_zipccl.collectives.capacity import Need
+from ds_zipccl.collectives.capacity import Capacity, Need
 from ds_zipccl.collectives.payload_watch import WATCH
 from ds_zipccl.collectives.plans import Plan, Recipe
 from ds_zipccl.collectives.registry import Call
 from ds_zipccl.collectives.words import Words
-from ds_zipccl.kernels import ops
+from ds_zipccl.kernels import launch_calls, ops
 
 NO_MAIL = 0, 0
 WORDS_FIRST = True          # before the payload: it takes the words many times as long to come through beside one
@@ -36,6 +36,7 @@ class Flight:
     ``two_phases``: ``settle`` always communicates, not after an overflow alone.
     """
     two_phases = False
+    is_for_all = True                               # its words are everyone's, and ``post_words`` as it is here
     payload_work: dist.Work | None = None           # None: it was not torch's to launch, and comes before ``filled``
     raw_bytes = wire_bytes = 0
     launched_at = looked_at = 0.0                   # of a payload without torch: payload_watch.py
@@ -49,18 +50,20 @@ class Flight:
         self.windows = launch.windows()
         self.key: tuple | None = None               # under which the workspace keeps it
         self.needs: tuple[Need, ...] = ()           # of the call's classes
+        self.rooms: tuple[tuple[Capacity, int], ...] = ()           # the classes, and the room that it was made for
         self.call: Call | None = None
         self.outputs: tuple[torch.Tensor, ...] = ()
         self.store: Callable[[], None] | None = None
         self.op = ""
         self.resent = False
-        self._ended: streams.Mark | None = None     # where its last call ended, if that was on another stream
+        self.ended: streams.Mark | None = None     # where its last call ended, if that was on another stream
         self._copied = streams.Mark(self.device)    # what was queued beside the payload
         self.filled = streams.Mark(self.device)     # what was queued early
         self.is_early = self._sent_again = False
         self.recipe: Recipe | None = None           # of what can be prepared; the constructor's to give
         self._plan: Plan | None = None
         self._goes_by_plan = False
+        self.repeat: launch_calls.Repeat | None = None              # of its plan
 
     # What payload_watch.py asks.
 
@@ -113,9 +116,8 @@ class Flight:
         """Launches ``call``."""
         self.call, self.resent, self.channel = call, False, transport.direct(call.group, self.device)
         self._sent_again, self.launched_at = False, self.looked_at
-        if self._ended is not None:
-            self._ended.join()
-            self._ended = None
+        if self.ended is not None:
+            self.join_ended()
         self.prepare(call)
         if self.recipe is not None and self._begin_by_plan(call):
             return
@@ -182,6 +184,42 @@ class Flight:
                 self.queue_early(call)
         plan.end(x, out)
         self.filled.stream = plan.decode_stream
+        return True
+
+    def join_ended(self) -> None:
+        """Before anything is queued for the next call: where the last one ended."""
+        self.ended.join()
+        self.ended = None
+
+    # What repeats.py asks, which queues calls like its last one without ``begin``.
+
+    @property
+    def repeats_whole(self) -> bool:
+        """Whether its last call was one that ``repeat`` can queue, where the ranks have a mailbox."""
+        return self._goes_by_plan and self._plan.sends and self._plan.fills and self.is_for_all and not self.two_phases
+
+    def ready_to_repeat(self, box) -> launch_calls.Repeat | None:
+        """``repeat``, made now; None: its next call is one for ``begin``."""
+        if self.repeats_whole:
+            self.repeat = self._plan.repeat(box.ring())
+        return self.repeat
+
+    def repeated(self, call: Call, reading) -> None:
+        """``repeat`` has queued ``call``, whose words ``reading`` brings."""
+        self.call, self.outputs, self.store, self.op, self.resent = call, call.outputs, None, call.op, False
+        self.payload_work, self._sent_again, self.is_early, self._goes_by_plan = None, False, True, True
+        self.filled.stream = self._plan.decode_stream
+        self.words.posted(reading, 0, 0)
+        self.prepare(call)
+
+    def finish_at_once(self, count: int) -> bool:
+        """Whether all that remains of a call that ``repeat`` launched on the current stream, with exchange ``count``, was done: the ranks'
+        words are there and no frame overflowed."""
+        repeat = self.repeat
+        if repeat is None or repeat.finish(repeat.address, self.stream, count):
+            return False
+        self.settle(repeat.words.tolist())
+        self.release()
         return True
 
     def prepare(self, call: Call) -> None:
@@ -285,8 +323,8 @@ class Flight:
                 workspace.give(buffer)
             return
         if streams.current(self.device) != self.stream:
-            self._ended = streams.Mark(self.device)
-            self._ended.set()
+            self.ended = streams.Mark(self.device)
+            self.ended.set()
             for buffer in self._taken:
                 streams.keep(buffer.whole)
         workspace.give_flight(self.key, self)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.collectives import switch
+from ds_zipccl.collectives import streams, switch
 from ds_zipccl.collectives.capacity import Capacity
 from ds_zipccl.collectives.completer import WATCH, Completer
 from ds_zipccl.collectives.cost import ONE_SIDED
@@ -95,7 +95,7 @@ class GroupState:
         capacity = self.capacities.pop(key, None) or Capacity.of(row_numel, dtype.itemsize, first_spill)
         self.capacities[key] = capacity
         if len(self.capacities) > MAX_CLASSES:
-            del self.capacities[next(iter(self.capacities))]
+            self._forget_class(next(iter(self.capacities)))
         return capacity
 
     def likely_spill(self, op: str, dtype: torch.dtype, row_numel: int, first_spill: float) -> int:
@@ -106,7 +106,10 @@ class GroupState:
     def forget_rooms(self, op: str, dtype: torch.dtype) -> None:
         """Such calls start anew, with the room of new classes: all ranks at the same call."""
         for key in [key for key in self.capacities if key[:2] == (op, dtype)]:
-            del self.capacities[key]
+            self._forget_class(key)
+
+    def _forget_class(self, key: tuple) -> None:
+        self.capacities.pop(key).is_forgotten = True
 
     def pair_capacity(self, op: str, peer: int, outgoing: bool, dtype: torch.dtype, numel: int, first_spill: float) -> Capacity:
         """The class of what goes to or comes from ``peer``; sizes of one power of two share it, since uneven ones change with every call.
@@ -224,6 +227,26 @@ class GroupState:
                 pending.finish()
         finally:
             self._forget_finished()
+
+    def finish_at_once(self, pending: Pending) -> bool:
+        """``complete`` for a call of ``Repeats.again``, where the words of all ranks are there, no frame overflowed, and the current stream
+        is the one it was launched on; False: it is as it was."""
+        flight = pending.flight
+        if streams.current(flight.device) != flight.stream:
+            return False
+        with self._lock:
+            if pending.settled:
+                return False
+            for earlier in self.in_flight:
+                if earlier is pending:
+                    break
+                if not earlier.settled:
+                    return False
+            if not flight.finish_at_once(pending.count):
+                return False
+            pending.end_at_once(flight.stream)
+            self.in_flight = [other for other in self.in_flight if other is not pending]
+        return True
 
     def push_on(self) -> bool:
         """Has the group's thread settle what has had its status words since the last look, and nobody has settled. Returns whether there

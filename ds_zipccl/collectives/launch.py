@@ -117,7 +117,7 @@ def start(spec: CollectiveSpec, call: Call, launch: Launch, kind: Kind | None = 
         return flight
 
     flight = ready(kind, launch, rooms, make)
-    flight.needs = tuple([capacity.launched() for capacity in classes])
+    flight.needs, flight.rooms = tuple([capacity.launched() for capacity in classes]), tuple(zip(classes, rooms, strict=True))
     flight.begin(call)
     return flight
 

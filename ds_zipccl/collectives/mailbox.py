@@ -12,6 +12,7 @@ A GPU writes by itself. Where its encode can, that puts word and stamp there in 
 status stream, behind the encode: a copy of the word, then a stream memory operation that sets the stamp.
 Agreement on using all this: mailbox_meeting.py.
 """
+import ctypes
 import fcntl
 import mmap
 import os
@@ -23,6 +24,7 @@ from collections import deque
 import torch
 
 from ds_zipccl.errors import CollectiveError
+from ds_zipccl.kernels.launch_calls import Ring
 from zipscape.errors import describe
 
 DEPTH = 256
@@ -212,6 +214,26 @@ class Mailbox:
         entry = first + self._rank
         self._posted.append((entry, stamp))
         return RowReading(self, first, self._size, stamp, count + 1), self._gpu.address(entry, stream), stamp
+
+    # The same for who finds the entry by himself (kernels/launch_calls.Repeat).
+
+    def ring(self) -> Ring:
+        """Where it is; on a GPU."""
+        host = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        return Ring(self._gpu.address(0, None), host, host + 8 * self.mark, DEPTH, self._size, self._rank)
+
+    def next_exchange(self) -> int:
+        """Its number; -1: only who waits may begin it."""
+        count = self._count
+        return count if count < self._room_for_all and self._ended is None else -1
+
+    def begun(self, count: int, stream: int) -> Reading:
+        """It is under way, this rank's word to be written by what was queued on ``stream``."""
+        self._count = count + 1
+        first, stamp = count % DEPTH * self._size, count % _NUM_STAMPS + 1
+        self._posted.append((first + self._rank, stamp))
+        self._gpu.address(0, stream)
+        return RowReading(self, first, self._size, stamp, count + 1)
 
     def post_from(self, root: int, stream: int) -> tuple[Reading, int, int]:
         reading, place = self._round(root, 1, self._rank == root)

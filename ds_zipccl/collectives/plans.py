@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from ds_zipccl.codec.codec import Codec
+from ds_zipccl.codec.format import OVERFLOW_BIT
 from ds_zipccl.collectives import nccl_direct, streams
 from ds_zipccl.kernels import launch_calls
 from ds_zipccl.kernels.cuda_calls import FRAME_ALIGN, workspace_words
@@ -55,7 +56,7 @@ class Plan:
     """A recipe for tensors of known sizes on the current stream. ``filled``: the flight's mark. ``payload_stream``: None: torch launches
     the payload. ``sends``: whether ``call`` can."""
     __slots__ = ("begin", "beside", "end", "join", "call", "fills", "copies", "sends",
-                 "decode_stream", "_anywhere", "_place", "_x_bytes", "_out_bytes", "_kept")
+                 "decode_stream", "_anywhere", "_place", "_x_bytes", "_out_bytes", "_plan", "_kept")
 
     def __init__(self, recipe: Recipe, launcher, x: torch.Tensor, out: torch.Tensor, status: torch.Tensor, decode_stream: torch.cuda.Stream,
                  filled: streams.Mark, payload_stream: torch.cuda.Stream | None = None):
@@ -76,7 +77,12 @@ class Plan:
         self.copies = recipe.copy[2] > 0
         self.fills, self.decode_stream = recipe.decodes is not None, decode_stream.cuda_stream
         self._anywhere, self._place = recipe.anywhere, item * recipe.copy[1] if recipe.own_in_place else None
-        self._x_bytes, self._out_bytes, self._kept = x.nbytes, out.nbytes, (recipe, encoded, arrived, status)
+        self._x_bytes, self._out_bytes, self._plan, self._kept = x.nbytes, out.nbytes, plan, (recipe, encoded, arrived, status)
+
+    def repeat(self, ring: launch_calls.Ring) -> launch_calls.Repeat:
+        """Of a plan that ``sends`` and ``fills``, where every rank's word goes into a ring of a mailbox."""
+        return launch_calls.Repeat(self._plan, ring, self._x_bytes, self._out_bytes, self._anywhere,
+                                   -1 if self._place is None else self._place, OVERFLOW_BIT | 1 << 31)
 
     def suits(self, x: int, out: int) -> bool:
         """Tensors at these addresses: whether filling the output early harms nothing, for a resend needs the input as it was."""

@@ -53,7 +53,8 @@ class Runtime:
         self.native_calls = NativeCalls(self.stats, config.reprobe_calls)
         self.known_native = self.native_calls.shown             # for fronts that look into it
         self._kinds: dict[tuple, Kind] = {}
-        self._repeats = Repeats(config.reprobe_calls)
+        self.repeats = Repeats(config.reprobe_calls)
+        self.again = self.repeats.again                        # the first step of ``run``
         self._one_sided = Router(config, kernels, self.stats)
         self._one_sided.price = lambda call: self._known_kind(self._key(call), call)
         self.stats.sections["switch"] = self._switch_report
@@ -66,7 +67,11 @@ class Runtime:
         ``reason_against()``: why the front finds the call not eligible (None: it is); not asked for calls that went native before. Must be
         called by all ranks of the group in the same order, but for calls that ``native_calls.find`` finds.
         """
-        decided, flight = self._repeats.launch(call)
+        return self.again(call) or self.decide(call, reason_against)
+
+    def decide(self, call: Call, reason_against: Callable[[], str | None] | None = None) -> dist.Work | None:
+        """``run`` of a call that ``again`` has nothing for."""
+        decided, flight = self.repeats.launch(call)
         if flight is not None:
             return self._counted(flight, self._launched(flight, decided.state, call.outputs, None, call.op))
         self.advance(call.group)
@@ -107,7 +112,7 @@ class Runtime:
             if not isinstance(started, str):
                 work, flight = started
                 if inner is call and kind is not None and not (self._one_sided.wanted or self._one_sided.is_measured):
-                    self._repeats.remember(call, kind, flight, self._groups[call.group.group_name])
+                    self.repeats.remember(call, kind, flight, self._groups[call.group.group_name])
                 return self._counted(flight, work)
             reason = started
         self.before_native(call.group, call.device)
@@ -242,7 +247,7 @@ class Runtime:
     def _forget_calls(self, state: GroupState) -> None:
         """What was made ready for the calls of a group that ends."""
         self._one_sided.abort(state)
-        self._repeats.forget(state)
+        self.repeats.forget(state)
         self._kinds = {key: kind for key, kind in self._kinds.items() if kind.state is not state}
         self.workspace.drop(lambda flight: flight.launch.state is state)
 
@@ -356,7 +361,7 @@ class Runtime:
     @staticmethod
     def _launched(flight: Flight, state: GroupState, outputs, store, op: str) -> ZipWork:
         flight.outputs, flight.store, flight.op = outputs, store, op
-        pending = _pending(flight, state)
+        pending = Pending.of_flight(flight, state)
         state.add(pending)
         return ZipWork(pending, state)
 
@@ -376,13 +381,8 @@ class Runtime:
         flight = launching.start(spec, call, kind.launch, kind)
         if isinstance(flight, str):
             return False
-        _pending(flight, state).finish()
+        Pending.of_flight(flight, state).finish()
         return True
-
-
-def _pending(flight: Flight, state: GroupState) -> Pending:
-    return Pending(words=flight.words, status_work=flight.words, payload_work=flight, finish=flight.finish,
-                   on_words=flight.on_words, release=flight.release, outputs=flight.outputs, two_phases=flight.two_phases, streams_of=state)
 
 
 def _simplified(call: Call):

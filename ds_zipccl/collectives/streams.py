@@ -25,6 +25,11 @@ def current(device: torch.device) -> int | None:
     return _raw_current(torch.cuda.current_device() if index is None else index)
 
 
+def of_device(index: int) -> int:
+    """The same of the GPU of this index."""
+    return _raw_current(index)
+
+
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 

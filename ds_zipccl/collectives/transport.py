@@ -278,6 +278,10 @@ class SideChannel:
         else:
             direct.broadcast(words.on_host(), own.data_ptr(), 1, root, words.stream_handle)
 
+    def ring_box(self):
+        """The mailbox, where the ranks have one by now."""
+        return self._meeting.box
+
     # The same where this rank's word goes into the mailbox by itself, from the encode that is queued next: (address, stamp), see
     # ``mailbox.Mailbox``; ``words`` are then of that exchange. None: there is no mailbox.
 

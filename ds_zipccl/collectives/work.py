@@ -16,6 +16,7 @@ class Pending:
     Life: launched -> settled (the status words are known; what overflowed has been sent again) -> finished (output
     filled, or failed for good: ``failure`` is then what every wait raises).
     """
+    flight = count = None           # see ``of_flight``
 
     def __init__(self, *, words: torch.Tensor, status_work: dist.Work, payload_work: dist.Work, finish, on_words, release,
                  outputs: tuple[torch.Tensor, ...] = (), two_phases: bool = False, streams_of=None):
@@ -32,6 +33,20 @@ class Pending:
         self._queued = None           # GPU: the stream on which something was queued last for this call
         self.handle = None            # weak reference to the caller's Work
         self.num_looks = 0            # of the watch, while nobody settled it
+
+    @classmethod
+    def of_flight(cls, flight, state, count: int | None = None) -> "Pending":
+        """Of a launch.Flight. ``count``: of the exchange, where ``GroupState.finish_at_once`` may be asked."""
+        self = cls(words=flight.words, status_work=flight.words, payload_work=flight, finish=flight.finish, on_words=flight.on_words,
+                   release=flight.release, outputs=flight.outputs, two_phases=flight.two_phases, streams_of=state)
+        if count is not None:
+            self.flight, self.count = flight, count
+        return self
+
+    def end_at_once(self, stream: int) -> None:
+        """Settled and finished, on this stream."""
+        self._queued, self.settled, self.finished = stream, True, True
+        self._finish = self._release = self._on_words = self.flight = None
 
     def await_words(self) -> list[int]:
         """The ranks' status words: waits for encode plus one small message, never for the payload. Any number of threads at once."""
@@ -95,7 +110,7 @@ class Pending:
             raise
         finally:
             self.finished = True
-            self._finish = self._release = self._on_words = None     # drop the tensors they hold
+            self._finish = self._release = self._on_words = self.flight = None     # drop the tensors they hold
 
     def fail(self, failure: BaseException) -> None:
         """Nothing of the call is touched any more; its waits raise ``failure``."""
@@ -137,11 +152,14 @@ class ZipWork(dist.Work):
         pending.handle = weakref.ref(self)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if not self._pending.finished:
-            self._state.complete(self._pending)
-        if self._pending.failure is not None:
-            raise self._pending.failure
-        self._pending.join()
+        pending = self._pending
+        if not pending.finished:
+            if pending.flight is not None and self._state.finish_at_once(pending):
+                return True
+            self._state.complete(pending)
+        if pending.failure is not None:
+            raise pending.failure
+        pending.join()
         return True
 
     def is_completed(self) -> bool:

@@ -4,6 +4,7 @@ Knows no group.
 Addresses are of device memory, streams and events handles of the driver's, communicators of NCCL's.
 """
 import ctypes
+from typing import NamedTuple
 
 from ds_zipccl.errors import KernelError
 from ds_zipccl.kernels.cuda_calls import packed_geometry
@@ -12,7 +13,8 @@ from zipscape.errors import describe
 
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 _FROM_CODEC = ("zipccl_cuda_encode_telling", "zipccl_cuda_decode", "zipccl_cuda_decode_reduce")
-_FROM_DRIVER = ("cuEventRecord", "cuStreamWaitEvent", "cuMemcpyDtoDAsync_v2")
+_FROM_DRIVER = ("cuEventRecord", "cuStreamWaitEvent", "cuMemcpyDtoDAsync_v2", "cuCtxGetCurrent", "cuStreamIsCapturing")
+NOT_SO = -1000            # launch.h's
 
 
 class _Step(ctypes.Structure):
@@ -34,6 +36,22 @@ class _Plan(ctypes.Structure):
                 ("transfers", ctypes.POINTER(_Transfer)), ("num_transfers", _I), ("payload_stream", _P), ("arrived", _P)]
 
 
+class _Repeat(ctypes.Structure):
+    """launch.h has the meaning."""
+    _fields_ = [("plan", _P), ("context", _P), ("x_bytes", _I), ("out_bytes", _I), ("anywhere", _I), ("place", _I), ("mail", _P),
+                ("ring", _P), ("mark", _P), ("depth", _I), ("num_ranks", _I), ("rank", _I), ("stops", ctypes.c_uint32), ("words", _P)]
+
+
+class Ring(NamedTuple):
+    """Of a mailbox, where ``Repeat`` finds status words: addresses of its first entry for the GPU and the host, and of this rank's mark."""
+    mail: int
+    entries: int
+    mark: int
+    depth: int
+    num_ranks: int
+    rank: int
+
+
 def step(g: Geometry, frames: int, frame_stride: int, num_rows: int, skip: int, word: int, *, offset: int = 0,
          is_sum: bool = False) -> _Step:
     """A call of the codec's, with what it is before and after the payload. ``offset``: elements of the tensor (of a sum: of the input)
@@ -50,13 +68,15 @@ def load(codec: ctypes.CDLL) -> "LaunchCalls":
 
 
 class LaunchCalls:
-    """``functions``: encode, decode, decode_reduce of the codec, then the driver's to record an event, wait for one, copy; C functions."""
+    """``functions``: encode, decode, decode_reduce of the codec, then the driver's to record an event, wait for one, copy, tell the current
+    context, and whether a stream is captured; C functions."""
 
     def __init__(self, library: ctypes.CDLL, *functions):
         self._functions = functions                 # kept
         self._table = (_P * len(functions))(*[ctypes.cast(function, _P) for function in functions])
         for name, arguments in (("begin", (_P, _P, _P, ctypes.c_uint32)), ("beside", (_P, _P, _P)), ("end", (_P, _P, _P)),
-                                ("call", (_P, _P, _P, _P, _P, ctypes.c_uint32, _I)), ("join", (_P, _P))):
+                                ("call", (_P, _P, _P, _P, _P, ctypes.c_uint32, _I)), ("join", (_P, _P)),
+                                ("repeat", (_P, _P, _P, _P, ctypes.c_uint64)), ("finish", (_P, _P, ctypes.c_uint64))):
             function = getattr(library, f"zipccl_launch_{name}")
             function.argtypes, function.restype = arguments, ctypes.c_int
             setattr(self, name, function)
@@ -71,46 +91,71 @@ class LaunchCalls:
                                              payload_stream, arrived))
 
 
+    def context(self) -> int:
+        """The current one; 0: none."""
+        context = _P()
+        return context.value or 0 if self._functions[6](ctypes.byref(context)) == 0 else 0
+
+
+class Repeat:
+    """A plan that fills, for calls whose status words are in a mailbox's ring, with exchange ``count`` of all ranks. Without Python around
+    it, since a GPU waits for that: ``fire(address, communicator, x, out, count)`` is ``Plan.call``, ``finish(address, stream, count)`` is
+    ``Plan.join`` where all ranks' words are there, which then are in ``words``, uint32, and none of them has one of the bits ``stops``.
+    Both return 0, NOT_SO where that cannot be and nothing was done, or what ``refused`` raises.
+
+    ``x_bytes``, ``out_bytes``: the tensors'. They may share memory ``anywhere``, or where the input is byte ``place`` of the output (-1:
+    nowhere); else that is NOT_SO, as is another current device or a stream that is captured. None of this is checked: the plan's kernels
+    are bound to such tensors."""
+    __slots__ = ("fire", "finish", "address", "words", "_kept")
+
+    def __init__(self, plan: "Plan", ring: Ring, x_bytes: int, out_bytes: int, anywhere: bool, place: int, stops: int):
+        calls = plan.calls
+        words = (ctypes.c_uint32 * ring.num_ranks)()
+        repeat = _Repeat(plan.address, calls.context(), x_bytes, out_bytes, anywhere, place, *ring, stops, ctypes.addressof(words))
+        self.fire, self.finish, self.address = calls.repeat, calls.finish, ctypes.addressof(repeat)
+        self.words, self._kept = memoryview(words).cast("B").cast("I"), (plan, repeat, words)
+
+
 class Plan:
     """What calls of one kind queue. Raises KernelError when CUDA refuses something."""
-    __slots__ = ("_begin", "_beside", "_end", "_join", "_call", "_address", "_kept")
+    __slots__ = ("_begin", "_beside", "_end", "_join", "_call", "address", "calls", "_kept")
 
     def __init__(self, calls: LaunchCalls, encodes, decodes, rest: tuple):
         lists = [(_Step * len(steps))(*steps) for steps in (encodes, decodes)]
         plan = _Plan(calls._table, *lists, len(encodes), len(decodes), *rest)
         self._begin, self._beside, self._end, self._join, self._call = calls.begin, calls.beside, calls.end, calls.join, calls.call
-        self._address, self._kept = ctypes.addressof(plan), (calls, plan, lists, rest)
+        self.address, self.calls, self._kept = ctypes.addressof(plan), calls, (plan, lists, rest)
 
     def call(self, communicator: int, x: int, out: int, mail: int, stamp: int, fills: bool) -> None:
         """``begin``, the payload, ``beside`` and, if ``fills``, ``end``; else the decode stream waits for the payload."""
-        code = self._call(self._address, communicator, x, out, mail, stamp, fills)
+        code = self._call(self.address, communicator, x, out, mail, stamp, fills)
         if code:
-            _refused(code)
+            refused(code)
 
     def begin(self, x: int, mail: int, stamp: int) -> None:
         """Before the payload; ``x``, ``out``: the tensors' addresses. ``mail``: where ``stamp`` << 32 | the status goes; 0: nowhere."""
-        code = self._begin(self._address, x, mail, stamp)
+        code = self._begin(self.address, x, mail, stamp)
         if code:
-            _refused(code)
+            refused(code)
 
     def beside(self, x: int, out: int) -> None:
         """When the payload is launched, with nothing else queued on the caller's stream since ``begin``."""
-        code = self._beside(self._address, x, out)
+        code = self._beside(self.address, x, out)
         if code:
-            _refused(code)
+            refused(code)
 
     def end(self, x: int, out: int) -> None:
         """When the decode stream waits for the payload."""
-        code = self._end(self._address, x, out)
+        code = self._end(self.address, x, out)
         if code:
-            _refused(code)
+            refused(code)
 
     def join(self, stream: int) -> bool:
         """``stream`` waits for the output. False: the driver refused; as from a thread that has not used CUDA yet."""
-        return self._join(self._address, stream) == 0
+        return self._join(self.address, stream) == 0
 
 
-def _refused(code: int) -> None:
+def refused(code: int) -> None:
     if code < 0:
         raise KernelError(describe("NCCL refused to send frames", got=f"ncclResult {-1 - code}",
                                    todo="run with NCCL_DEBUG=WARN to see why"))

@@ -144,7 +144,7 @@ def _forget_what_was_needed(live) -> None:
     state.capacities.clear()
     state._pair_capacities.clear()
     live._kinds.clear()                     # which know those of their pairs
-    live._repeats.forget(state)
+    live.repeats.forget(state)
 
 
 def case_mutations_of_the_transport_are_noticed(rank, world):

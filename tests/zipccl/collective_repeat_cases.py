@@ -288,7 +288,7 @@ def case_probes_are_not_counted_as_calls(rank, world):
 @contextlib.contextmanager
 def repeats_as_on_a_gpu(live):
     """A list that grows with every call that is launched like an earlier one, without a decision."""
-    hits, launch, init, capturing = [], live._repeats.launch, launching.Kind.__init__, streams.is_capturing
+    hits, launch, init, capturing = [], live.repeats.launch, launching.Kind.__init__, streams.is_capturing
 
     def made(self, *args):
         init(self, *args)
@@ -299,7 +299,7 @@ def repeats_as_on_a_gpu(live):
         hits.extend([call.op] * (flight is not None))
         return kind, flight
 
-    live._repeats.launch, launching.Kind.__init__ = counting, made
+    live.repeats.launch, launching.Kind.__init__ = counting, made
     if torch.get_default_device().type == "cpu":
         streams.is_capturing = lambda: False
     try:
@@ -311,7 +311,7 @@ def repeats_as_on_a_gpu(live):
 def forget_something(live, own):
     """Of what no rank tells the others, whether it knows it."""
     tables = [table for _, table in live.native_calls._tables.values()]
-    for known in own.sample([live._repeats._known, live._kinds, *tables], 2):
+    for known in own.sample([live.repeats._known, live._kinds, *tables], 2):
         known.clear()
     live.workspace.drop(lambda flight: own.random() < 0.5)
 

@@ -2,6 +2,7 @@
 for whom, and say when they ran."""
 import ctypes
 import itertools
+import os
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from ds_zipccl.collectives import streams
+from ds_zipccl.collectives import mailbox, streams
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.kernels.launch_calls import LaunchCalls
 
@@ -28,7 +29,7 @@ class Gpu:
     def __init__(self):
         self.current, self.seen, self.host, self.log, self.handles = 0, {}, set(), [], itertools.count(100)
         self._kept, self.events, self.storages, self.posts, self.told = {}, {}, {}, False, {}
-        self.is_prepared, self.num_prepared, self.num_sent, self.sends, self.watched = False, 0, 0, False, []
+        self.is_prepared, self.num_prepared, self.num_sent, self.sends, self.watched, self.box = False, 0, 0, False, [], None
 
     def address(self, tensor):
         storage = tensor.untyped_storage()
@@ -118,6 +119,8 @@ class Communicator:
     def _post(self, words, root=None, *_):
         if not self._gpu.posts:
             return None
+        if root is None and self._gpu.box is not None:
+            return words.posted(*self._gpu.box.post_to_all(7))
         gpu, stamp = self._gpu, next(self._gpu.handles)
 
         def is_there():
@@ -137,6 +140,9 @@ class Communicator:
 
     close = abort = exchange_no_words = connect
 
+    def ring_box(self):
+        return self._gpu.box
+
 
 class Kernels:
     levels = (1,)
@@ -155,8 +161,11 @@ def prepared(gpu, library):
         gpu.num_prepared += 1
         gpu.queue("encode", stream or 0, gpu.at(frames))
         if mail:
-            assert mail == MAIL and stamp not in gpu.told
             gpu.queue("words", stream or 0)
+        if mail and mail != MAIL:
+            (ctypes.c_uint64 * WORLD).from_address(mail)[:] = [stamp << 32 | gpu.word] * WORLD
+        elif mail:
+            assert stamp not in gpu.told
             gpu.told[stamp] = gpu.now(stream or 0)
         return 0
 
@@ -177,11 +186,33 @@ def prepared(gpu, library):
         gpu.queue("copy", stream or 0)
         return 0
 
+    def context(where):
+        where[0] = 1 + streams.current_device()
+        return 0
+
     p, i, u = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
     signatures = ((encode, (p, p, i, p, i, i, i, p, p, p, u, p)), (decode, (p, p, i, p, i, i, i, p, p)),
                   (decode, (p, p, i, i, p, i, p, p, p)), (record, (p, p)), (wait, (p, p, u)),
-                  (copy, (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, p)))
+                  (copy, (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, p)), (context, (ctypes.POINTER(p),)),
+                  (lambda stream, status: 0, (p, ctypes.POINTER(ctypes.c_int))))
     return LaunchCalls(library, *[ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(function) for function, arguments in signatures])
+
+
+def mailbox_of(gpu):
+    """A real one of this process, rank 0, where the encode that is queued writes for all ranks, which have read everything."""
+    class Writer:
+        def open(self, memory, trial):
+            self._at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+        def address(self, entry, stream):
+            return self._at + 8 * entry
+
+    places, file = mailbox.Places(WORLD), os.memfd_create("words")
+    os.ftruncate(file, places.num_bytes)
+    box = mailbox.Mailbox(file, 0, WORLD, 60.0, writer=Writer(), neighbours=range(WORLD))
+    for rank in range(1, WORLD):
+        box.memory[places.mark(rank)] = 1 << 60
+    return box
 
 
 def nccl(gpu):

@@ -1,4 +1,6 @@
 """The sub-pool room of a class of calls: grows after overflows, shrinks with hysteresis, gives up, tries again; what launches wait for."""
+from random import Random
+
 import pytest
 import torch
 
@@ -26,12 +28,64 @@ def test_overflow_raises_the_room_above_the_need():
 
 
 def test_shrinks_only_after_a_run_of_low_needs():
-    capacity = full_tiles(1 / 32)
+    capacity = full_tiles()
+    capacity.observe(need=2000, overflow=True)
+    room = capacity.next_call()
     for _ in range(SHRINK_AFTER - 1):
         capacity.observe(need=500, overflow=False)
-        assert capacity.next_call() == 2048
+        assert capacity.next_call() == room > 2000
     capacity.observe(need=500, overflow=False)
     assert 500 <= capacity.next_call() <= 640
+
+
+def test_a_first_room_that_was_a_guess_goes_down_as_soon_as_the_class_is_calm():
+    """... and only then: afterwards as any other."""
+    capacity = full_tiles(1 / 32)
+    for i in range(CALM_AFTER):
+        assert capacity.next_call() == 2048
+        capacity.observe(need=500 + i, overflow=False)
+    room = capacity.next_call()
+    assert 500 < room <= 640
+    for _ in range(SHRINK_AFTER - CALM_AFTER - 1):
+        capacity.observe(need=200, overflow=False)
+        assert capacity.next_call() == room
+    overflowed = full_tiles(1 / 32)
+    overflowed.observe(need=2100, overflow=True)
+    for _ in range(SHRINK_AFTER - 1):
+        overflowed.observe(need=100, overflow=False)
+        assert overflowed.next_call() > 2100
+
+
+@pytest.mark.parametrize("first_spill", [0.0, 1 / 32])
+def test_who_looks_ahead_finds_what_others_find(first_spill):
+    """Ranks that take account of calls at different times, as early as they know of them or when they must: the same rooms for every call.
+    The need of call n is known to a rank a few launches later."""
+    random = Random(int(64 * first_spill))
+    for _ in range(30):
+        needs = [random.choice((100, 300, 300, 300, 900, 2500)) if random.random() < 0.2 else 100 for _ in range(150)]
+        ranks = [full_tiles(first_spill) for _ in range(3)]
+        known: list[list] = [[] for _ in ranks]
+        num_ahead = 0
+        for need in needs:
+            rooms = []
+            for rank, capacity in enumerate(ranks):
+                while (missing := capacity.overdue()) is not None:
+                    for told, number, overflow in known[rank]:
+                        if told is missing:
+                            told.num_bytes, told.overflow = number, overflow
+                    capacity.take_account()
+                rooms.append(capacity.next_call())
+                if rooms[-1] is not None:
+                    known[rank].append((capacity.launched(), need, need > rooms[-1]))
+                for told, number, overflow in known[rank][:-random.randrange(1, LAG) or None]:
+                    told.num_bytes, told.overflow = number, overflow
+                for _ in range(rank):                                   # rank 0 never does
+                    before = len(capacity.under_way)
+                    clear = capacity.look_ahead()
+                    num_ahead += len(capacity.under_way) < before
+                    assert clear == (capacity.overdue() is None)
+            assert len(set(rooms)) == 1, rooms
+        assert num_ahead > 20
 
 
 def test_never_grows_without_an_overflow():

@@ -182,8 +182,8 @@ def test_a_front_launches_before_it_counts(runtime):
 def test_a_call_that_torch_refused_says_nothing_of_right_ones(runtime):
     """Only this rank may have made it wrong, in its output's device, size or dtype; the right one must meet the other ranks'."""
     data, decided = torch.empty(1 << 20, dtype=torch.bfloat16), []
-    run = runtime.run
-    runtime.run = lambda call, why_not: (decided.append(why_not()), run(call, why_not))[1]
+    run = runtime.decide
+    runtime.decide = lambda call, why_not: (decided.append(why_not()), run(call, why_not))[1]
 
     def refuses(_):
         raise RuntimeError
@@ -231,7 +231,7 @@ def test_splits_and_lists_are_no_calls_of_one_tensor(runtime):
     runtime.native_calls.remember(alike, "native_is_faster", 128, Measured(costs()))
     runtime.native_calls.show(GROUP)
     asked = []
-    runtime.run = lambda call, _: asked.append(call)
+    runtime.decide = lambda call, _: asked.append(call)
     front.run(runtime, alike, lambda _: None)
     assert not asked
     for fields in ({"input_splits": (60, 4)}, {"output_splits": (60, 4)}):

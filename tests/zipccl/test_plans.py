@@ -28,8 +28,9 @@ def codec_library(tmp_path_factory) -> ctypes.CDLL:
 
 @pytest.fixture
 def gpu(codec_library, monkeypatch):
-    """``log``: what the driver and NCCL were asked for. ``refuse``: a code for copies, ``nccl_refuses``: for what NCCL is to send."""
-    gpu = SimpleNamespace(log=[], refuse=0, nccl_refuses=0)
+    """``log``: what the driver and NCCL were asked for. ``refuse``: a code for copies, ``nccl_refuses``: for what NCCL is to send.
+    ``context``: the current one; ``captures``: whether a stream is captured."""
+    gpu = SimpleNamespace(log=[], refuse=0, nccl_refuses=0, context=55, captures=0)
 
     def record(event, stream):
         gpu.log.append(("record", event, stream))
@@ -45,9 +46,18 @@ def gpu(codec_library, monkeypatch):
             ctypes.memmove(to, source, num_bytes)
         return gpu.refuse
 
+    def context(where):
+        where[0] = gpu.context
+        return 0
+
+    def is_capturing(stream, status):
+        status[0] = gpu.captures
+        return 0
+
     p = ctypes.c_void_p
     driver = [ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(function) for function, arguments in (
-        (record, (p, p)), (wait, (p, p, ctypes.c_uint)), (copy, (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, p)))]
+        (record, (p, p)), (wait, (p, p, ctypes.c_uint)), (copy, (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, p)),
+        (context, (ctypes.POINTER(p),)), (is_capturing, (p, ctypes.POINTER(ctypes.c_int))))]
     functions = [getattr(codec_library, name) for name in ("zipccl_cuda_encode_telling", "zipccl_cuda_decode", "zipccl_cuda_decode_reduce")]
     workspace, gpu.unread = torch.zeros(4096, dtype=torch.int64, device=CPU), torch.zeros(1, dtype=torch.int32, device=CPU)
     gpu.launcher = SimpleNamespace(launch_calls=LaunchCalls(codec_library, *functions, *driver), workspace=lambda *_: workspace.data_ptr(),

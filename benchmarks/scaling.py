@@ -2,8 +2,9 @@
 
     python benchmarks/scaling.py --out benchmarks/results/scaling          # writes scaling.json and scaling.png there
 
-Every measurement is a command of ``ds_zipccl bench``, which verifies its results in the same run; one that fails or does not end in time is
-kept as a row with its reason. --device cpu makes a dry run over gloo.
+Two commands of ``ds_zipccl bench`` for each number of ranks and transport, which verify their results in the same run; one that fails or
+does not end in time is kept as a row with its reason. --dry-run: everything in small, less than a minute on 2 GPUs, to see that it would
+run. --device cpu does that over gloo.
 """
 import argparse
 import json
@@ -28,26 +29,30 @@ def parse(argv=None):
     parser.add_argument("--out", type=Path, default=Path("runs/scaling"), help="folder of scaling.json and scaling.png (runs/scaling)")
     parser.add_argument("--ranks", default="2,4,8", help="numbers of ranks; those for which there are no GPUs are left out (default 2,4,8)")
     parser.add_argument("--transports", default=",".join(TRANSPORTS), help=f"of {', '.join(TRANSPORTS)}")
-    parser.add_argument("--sizes", default="64M,256M", help="of the collectives (default 64M,256M)")
+    parser.add_argument("--sizes", default="64M,256M", help="of the collectives, smallest and largest (default 64M,256M)")
     parser.add_argument("--model", default="350m")
     parser.add_argument("--tokens", default="2048")
-    parser.add_argument("--runs3", default="native,zipped", help="ZeRO-3 runs of bench step")
-    parser.add_argument("--runs1", default="adams,scape90,scape99", help="ZeRO-1 runs of bench step")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--runs3", default="native,zipped,zipped_sums,again", help="ZeRO-3 runs of bench step")
+    parser.add_argument("--runs1", default="adams,adams_again,scape90,scape99", help="ZeRO-1 runs of bench step")
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--limit", type=int, default=150, help="seconds a command (default 150)")
+    parser.add_argument("--dry-run", action="store_true", help="small sizes, a tiny model, one round")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.dry_run:
+        args.sizes, args.model, args.tokens, args.rounds, args.limit = "1M", "tiny", "256", 1, min(args.limit, 40)
+    return args
 
 
 def commands(args, ranks: int):
     """(kind, arguments of ds_zipccl) of one number of ranks and any transport."""
     common = ["--device", args.device, "--ranks", str(ranks)]
-    for size in args.sizes.split(","):
-        yield "collectives", ["bench", "collectives", *common, "--op", OPS, "-b", size, "-e", size]
-    more = ["--seq-len", args.tokens, "--min-bytes", "0", "--bucket-size", "1000000"] if args.device == "cpu" else []
-    for stage, runs in (("3", args.runs3), ("1", args.runs1)):
-        yield "step", ["bench", "step", *common, "--models", args.model, "--tokens", args.tokens, "--stages", stage, "--runs", runs,
-                       "--steps", str(args.steps), *more]
+    sizes = args.sizes.split(",")
+    yield "collectives", ["bench", "collectives", *common, "--op", OPS, "-b", sizes[0], "-e", sizes[-1]]
+    small = ["--min-bytes", "0", "--bucket-size", "50000", "--steps", "1", "--warmup", "2"] if args.model == "tiny" else []
+    cells = [f"{args.model}/{stage}/{args.tokens}/{runs}" for stage, runs in ((3, args.runs3), (1, args.runs1))]
+    yield "step", ["bench", "step", *common, "--cells", *cells, "--seq-len", str(min(2048, int(args.tokens))),
+                   "--rounds", str(args.rounds), *small]
 
 
 def measure(kind: str, arguments: list[str], environment: dict[str, str], limit: int) -> list[dict]:

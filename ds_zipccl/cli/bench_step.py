@@ -182,7 +182,7 @@ def _collectives(args, size: int = 64 << 20) -> dict[str, float]:
     """Microseconds of "native all_gather_into_tensor", "ours all_gather_into_tensor" and so on, alone, of tensors of one size."""
     size = size if args.device == "cuda" else 4 << 20
     runtime = Runtime(ZipcclConfig(enabled=True, collectives="always", min_bytes=0), {args.device: loader.resolve("best", args.device)})
-    settings = Namespace(device=args.device, dtype="bf16", iters=11)
+    settings = Namespace(device=args.device, dtype="bf16", iters=11, calls=1)
     found = {}
     for op in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
         native, _, ours = bench_collectives.measure(specs()[op], size, settings, runtime, False)

@@ -32,6 +32,7 @@ _ON = {"enabled": True}
 RUNS = {
     "native": Run(_ADAMW),
     "zipped": Run(_ADAMW, "native", _ON, True),
+    "zipped_sums": Run(_ADAMW, "native", _ON | {"deterministic_reduce": False}, True),      # beyond 2 ranks "zipped" leaves sums native
     "cached": Run(_ADAMW, "native", _ON | {"cache_params": True}, True, (3,)),
     "one_sided": Run(_ADAMW, "native", _ON | {"transport": "adaptive"}, True),
     "cached_one_sided": Run(_ADAMW, "native", _ON | {"cache_params": True, "transport": "adaptive"}, True, (3,)),

@@ -90,6 +90,32 @@ def test_the_dispatcher_sees_the_same(world, op, fields, async_op):
     assert len(seen[0][1]) == 1 and all(each == seen[0] for each in seen[1:])
 
 
+def method_of(op: str) -> str:
+    """The group's, by its newest name."""
+    names = {"all_gather_into_tensor": ("all_gather_single", "_allgather_base"), "all_reduce": ("allreduce",),
+             "reduce_scatter_tensor": ("reduce_scatter_single", "_reduce_scatter_base"),
+             "all_to_all_single": ("all_to_all_single", "alltoall_base")}
+    return next(name for name in names.get(op, (op,)) if hasattr(dist.ProcessGroup, name))
+
+
+@DEPRECATED
+@pytest.mark.parametrize("op", FIELDS)
+def test_waits_where_torch_does(world, op, monkeypatch):
+    (out, data), waited = tensors(op), []
+
+    class Work:
+
+        def wait(self):
+            waited.append(self)
+
+    work = Work()
+    monkeypatch.setattr(dist.ProcessGroup, method_of(op), lambda *_: work)
+    for way in (natively, direct):
+        assert way(op, out, data, world, True, FIELDS[op][0]) is work and not waited
+        assert way(op, out, data, world, False, FIELDS[op][0]) is None and waited == [work]
+        waited.clear()
+
+
 def options_of(method: str, group, run, monkeypatch) -> dict:
     seen = []
     with monkeypatch.context() as patch:
@@ -106,12 +132,8 @@ def options_of(method: str, group, run, monkeypatch) -> dict:
 def test_with_the_same_options(world, op, fields, monkeypatch):
     """A group that gives no work: nothing to wait for."""
     out, data = tensors(op)
-    names = {"all_gather_into_tensor": ("all_gather_single", "_allgather_base"), "all_reduce": ("allreduce",),
-             "reduce_scatter_tensor": ("reduce_scatter_single", "_reduce_scatter_base"),
-             "all_to_all_single": ("all_to_all_single", "alltoall_base")}
-    method = next(name for name in names.get(op, (op,)) if hasattr(dist.ProcessGroup, name))
     for async_op in (False, True):
-        theirs, ours = (options_of(method, world, lambda way=way, a=async_op: way(op, out, data, world, a, fields), monkeypatch)
+        theirs, ours = (options_of(method_of(op), world, lambda way=way, a=async_op: way(op, out, data, world, a, fields), monkeypatch)
                         for way in (natively, direct))
         assert theirs == ours and theirs["asyncOp"] is async_op
 

@@ -4,7 +4,7 @@
 // all other pointers are of device memory.
 #include "mask.cuh"
 #include "norm.cuh"
-#include "select.cuh"
+#include "select_settle.cuh"
 #include "worker.cuh"
 
 using namespace scape;
@@ -39,9 +39,9 @@ static int owner_of(const Owner& c, cudaStream_t stream) {
 }
 
 template <class K>
-static void choose_as(const Select& c, const Scratch& s, i64 grid, cudaStream_t stream) {
+static void choose_as(const Select& c, const Scratch& s, i64 grid, bool has_hints, cudaStream_t stream) {
     for (int again = 0; again < 2; ++again) {
-        SCAPE_LAUNCH(sample_kernel<K>, grid, kSelectThreads, stream, c, s, again != 0);
+        if (again || !has_hints) SCAPE_LAUNCH(sample_kernel<K>, grid, kSelectThreads, stream, c, s, again != 0);
         SCAPE_LAUNCH(choose_kernel<K>, grid, kSelectThreads, stream, c, s, again != 0);
     }
 }
@@ -142,24 +142,32 @@ int scape_cuda_sum_of_squares(const void* x, i64 num, int dtype, double* lanes, 
     return last_error();
 }
 
-// fills: the parts of c->chosen that no search decides. ctas: as many as the device can have at once, two on a multiprocessor.
-int scape_cuda_select(const Select* c, const Scratch* scratch, i64 num_searches, const Fill* fills, i64 num_fills, int ctas,
-                      cudaStream_t stream) {
-    if (num_fills) SCAPE_LAUNCH(fill_bytes_kernel, num_fills, kThreads, stream, c->chosen, fills);
-    if (!num_searches) return last_error();
+// searches: as they begin, to be copied to those of `scratch`. hints: what this writes for the next time, or none; has_hints: what the last
+// time wrote. is_small: no search has more than a few thousand tiles. fills: the parts of c->chosen that no search decides. ctas: as many as the device can have at once,
+// two on a multiprocessor.
+int scape_cuda_select(const Select* c, const Scratch* scratch, const Search* searches, i64 num_searches, int is_small, Hint* hints,
+                      int has_hints, const Fill* fills, i64 num_fills, int ctas, cudaStream_t stream) {
     Scratch s = *scratch;
     s.by_fours = is_aligned(c->rank_by, 16) && is_aligned(c->square, 16) && is_aligned(c->last_sync, 4 * c->last_bytes) &&
                  is_aligned(c->chosen, 4);
     s.num_searches = num_searches;
+    if (num_searches + num_fills)
+        SCAPE_LAUNCH(prepare_kernel, num_searches + num_fills, kThreads, stream, c->chosen, s, searches, has_hints ? hints : nullptr,
+                     fills);
+    if (!num_searches) return last_error();
     const i64 grid = s.num_tiles < (i64)ctas * kSelectWarps ? ceil_div(s.num_tiles, kSelectWarps) : ctas;
     const bool by_sign = c->last_sync == c->rank_by && c->last_bytes == 4 && c->step == -1 && c->max_age == 0;
     if (by_sign)
-        c->square ? choose_as<Kind<true, 0>>(*c, s, grid, stream) : choose_as<Kind<false, 0>>(*c, s, grid, stream);
+        c->square ? choose_as<Kind<true, 0>>(*c, s, grid, has_hints, stream) : choose_as<Kind<false, 0>>(*c, s, grid, has_hints, stream);
     else if (c->last_bytes == 2)
-        c->square ? choose_as<Kind<true, 2>>(*c, s, grid, stream) : choose_as<Kind<false, 2>>(*c, s, grid, stream);
+        c->square ? choose_as<Kind<true, 2>>(*c, s, grid, has_hints, stream) : choose_as<Kind<false, 2>>(*c, s, grid, has_hints, stream);
     else
-        c->square ? choose_as<Kind<true, 4>>(*c, s, grid, stream) : choose_as<Kind<false, 4>>(*c, s, grid, stream);
-    SCAPE_LAUNCH(digit_kernel, s.num_groups, kThreads, stream, *c, s);
+        c->square ? choose_as<Kind<true, 4>>(*c, s, grid, has_hints, stream) : choose_as<Kind<false, 4>>(*c, s, grid, has_hints, stream);
+    if (is_small) {
+        SCAPE_LAUNCH(settle_kernel, num_searches, kSettleThreads, stream, *c, s, hints, has_hints != 0);
+        return last_error();
+    }
+    SCAPE_LAUNCH(digit_kernel, s.num_groups, kThreads, stream, *c, s, hints, has_hints != 0);
     SCAPE_LAUNCH(equal_kernel, s.num_groups, kThreads, stream, *c, s);
     SCAPE_LAUNCH(finish_kernel, s.num_groups, kThreads, stream, *c, s);
     return last_error();

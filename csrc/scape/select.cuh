@@ -1,13 +1,16 @@
 // Exactly k per segment, without a tensor of scores, all segments at once: keys (rule.h) are computed where they are looked at.
 //
+//   prepare   what the searches begin with
 //   sample    counts the first digits of every 4th or 16th line of a segment, of all of a small one. From them: a few values of the first
-//             digit between which the k-th largest key must lie, or, from a sample, very likely does: the bracket
+//             digit between which the k-th largest key must lie, or, from a sample, very likely does: the bracket. Where the caller has
+//             kept the k-th keys of the last time (hints), the bracket is made around these in its place
 //   choose    one pass over everything: chosen above the bracket, not below it, which an approximation of most keys tells; keys inside
 //             are noted down, and their first two digits counted. From them: these digits of the k-th, if the bracket was right; where it
 //             was not, both steps are done again without sampling
 //   digit     the third digit, over what was noted
 //   equal     equal keys: how many before each tile, where not all of them are taken
 //   finish    chosen or not, for what was noted
+//   settle    the last three in one, where no search has many tiles
 //
 // What follows from a search's counts is worked out by the CTA that is the last to add to them.
 #ifndef SCAPE_SELECT_CUH
@@ -16,6 +19,45 @@
 #include "select_tiles.cuh"
 
 namespace scape {
+
+// The key of the last coordinate that was chosen, and how far, in first digits, the next step's may be from it.
+struct Hint {
+    u32 key, reach;
+
+    static constexpr u32 kMost = kBracket / 2 - 1;
+    __device__ __forceinline__ void keep(u32 next, bool is_known) {
+        const u32 a = next >> kLowBits, b = key >> kLowBits, moved = is_known ? a < b ? b - a : a - b : 2;
+        const u32 less = is_known && reach > 1 ? reach - 1 : 1, more = moved + 1 > less ? moved + 1 : less;
+        key = next, reach = more < kMost ? more : kMost;
+    }
+};
+
+// What no search decides: bytes of a range.
+struct Fill {
+    i64 start, stop, value;
+};
+
+// A CTA for each search and each fill. hints: of all searches, or none.
+__global__ void __launch_bounds__(kThreads) prepare_kernel(u8* bytes, const Scratch s, const Search* searches, const Hint* hints,
+                                                           const Fill* fills) {
+    const i64 number = blockIdx.x;
+    if (number >= s.num_searches) {
+        const Fill fill = fills[number - s.num_searches];
+        for (i64 i = fill.start + threadIdx.x; i < fill.stop; i += kThreads) bytes[i] = (u8)fill.value;
+        return;
+    }
+    u32* const histogram = histogram_of(s, number);
+    for (u32 d = 4 * threadIdx.x; d < digit_size(0); d += 4 * kThreads) *(uint4*)(histogram + d) = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x) return;
+    Search search = searches[number];
+    if (hints) {
+        const Hint hint = hints[number];
+        const u32 digit = hint.key >> kLowBits, last = digit_size(0) - 1, reach = hint.reach < Hint::kMost ? hint.reach : Hint::kMost;
+        search.lo = digit < reach ? 0 : digit - reach;
+        search.hi = last - digit < reach ? last : digit + reach;
+    }
+    s.searches[number] = search;
+}
 
 // About the keys of eight of a search's sampled lines: `line` is the first's number. The few elements before the search's first one may be
 // counted with it.
@@ -50,12 +92,13 @@ struct FromTop {
     u32 counts[kPer];           // this thread's, upwards
     u32 above;                  // sum of those above them
 
-    __device__ __forceinline__ FromTop(const u32* histogram, u32* shared) {
+    // is_own: the histogram is in this CTA's shared memory; otherwise others have added to it.
+    __device__ __forceinline__ FromTop(const u32* histogram, u32* shared, bool is_own = false) {
         const u32* const own = histogram + first();
         u32 sum = 0, total;
 #pragma unroll
         for (u32 j = 0; j < kPer; j += 4) {
-            const uint4 four = load_fresh_four(own + j);
+            const uint4 four = is_own ? *(const uint4*)(own + j) : load_fresh_four(own + j);
             counts[j] = four.x, counts[j + 1] = four.y, counts[j + 2] = four.z, counts[j + 3] = four.w;
         }
 #pragma unroll
@@ -256,108 +299,6 @@ __global__ void __launch_bounds__(kSelectThreads, 2) choose_kernel(const Select 
                    if (lane_id() == 0 && above) atomicAdd(&s.searches[s.search_of_tile[first]].above, above);
                },
                [&](Search& search, u32* counts) { settle_two(search, counts, again); });
-}
-
-// The histogram of the third digit. In this step and those after it a CTA has a group of tiles, a lane one of them.
-__global__ void __launch_bounds__(kThreads) digit_kernel(const Select c, const Scratch s) {
-    __shared__ u32 histogram[1 << (kThirdBits + kMaxCoarse)], shared[kThreads / kWarp];
-    __shared__ u32 flag;
-    const Lane own(s);
-    Search& search = s.searches[own.group.search];
-    const u32 prefix = search.prefix, size = 1u << search.third_bits();
-    clear(histogram, size);
-    __syncthreads();
-    const auto count = [&](bool valid, u32 key) {
-        if (valid && key - prefix < size) atomicAdd(&histogram[key - prefix], 1u);
-    };
-    if (own.is_noted()) own.each_note(c, s, search, [&](u32 key, u32) { count(true, key); });
-    own.each_full_tile(search, [&](const Tile& tile, u32) {
-        tile_keys(c, s, tile, [&](u32 valid, const u32 (&key)[4], u32) {
-            for (u32 e = 0; e < 4; ++e) count(valid >> e & 1, key[e]);
-        });
-    });
-    __syncthreads();
-    u32* const target = histogram_of(s, own.group.search);
-    for (u32 d = threadIdx.x; d < size; d += kThreads)
-        if (histogram[d]) atomicAdd(&target[d], histogram[d]);
-    if (!is_last(search, (u32)own.group.num, &flag)) return;
-    const i64 wanted = search.wanted;
-    FromTop<kThreads>(target, shared).find(wanted, [&](u32 d, i64 above, u32 num) {
-        search.prefix = prefix + d, search.wanted = wanted - above, search.equal = num;
-    });
-}
-
-// How many keys equal to the last one lie before every tile: in its group, and before that. Not needed where all of them are taken.
-__global__ void __launch_bounds__(kThreads) equal_kernel(const Select c, const Scratch s) {
-    __shared__ u32 shared[kThreads / kWarp];
-    __shared__ u32 flag;
-    const Lane own(s);
-    Search& search = s.searches[own.group.search];
-    if (search.equal == search.wanted) return;
-    const u32 last = search.prefix;
-    u32 num = 0, total;
-    if (own.is_noted()) own.each_note(c, s, search, [&](u32 key, u32) { num += key == last; });
-    own.each_full_tile(search, [&](const Tile& tile, u32 lane) {
-        u32 equal = 0;
-        tile_keys(c, s, tile, [&](u32 valid, const u32 (&key)[4], u32) {
-            for (u32 e = 0; e < 4; ++e) equal += (valid >> e & 1) && key[e] == last;
-        });
-        equal = __reduce_add_sync(kAllLanes, equal);
-        if (lane_id() == lane) num = equal;
-    });
-    const u32 before = scan_cta(num, shared, total);
-    if (own.has_tile()) s.num_equal[own.t] = before;
-    if (threadIdx.x == 0) s.equal_before[blockIdx.x] = total;
-    if (!is_last(search, (u32)own.group.num, &flag)) return;
-    const u32 num_groups = ((u32)search.num_tiles + kThreads - 1) / kThreads;
-    u32 sum = 0;
-    for (u32 start = 0; start < num_groups; start += kThreads) {
-        const u32 i = start + threadIdx.x;
-        u32* const group = s.equal_before + search.first_group + i;
-        const u32 in_order = scan_cta(i < num_groups ? load_fresh(group) : 0, shared, total);
-        if (i < num_groups) *group = sum + in_order;
-        sum += total;
-    }
-}
-
-__global__ void __launch_bounds__(kThreads) finish_kernel(const Select c, const Scratch s) {
-    const Lane own(s);
-    const Search search = s.searches[own.group.search];
-    const bool is_all = search.equal == search.wanted;
-    const u32 last = search.prefix;
-    const i64 before = is_all || !own.has_tile() ? 0 : (i64)s.equal_before[blockIdx.x] + s.num_equal[own.t];
-    if (own.is_noted() && own.num) {
-        const Tile tile = tile_of(search, own.t);
-        i64 left = search.wanted - before;
-        own.each_note(c, s, search, [&](u32 key, u32 at) {
-            if (key > last || (key == last && left-- > 0)) c.chosen[tile.start + at] = 1;
-        });
-    }
-    own.each_full_tile(search, [&](const Tile& tile, u32 lane) {
-        i64 left = search.wanted - (i64)__shfl_sync(kAllLanes, (u32)before, lane);        // fewer than 2^32 in a segment
-        tile_keys(c, s, tile, [&](u32 valid, const u32 (&key)[4], u32 at) {
-            u32 equal = 0, total;
-#pragma unroll
-            for (u32 e = 0; e < 4; ++e) equal |= (u32)((valid >> e & 1) && key[e] == last) << e;
-            i64 mine = left - before_fours(equal, total);
-#pragma unroll
-            for (u32 e = 0; e < 4; ++e) {
-                const bool is_taken = equal >> e & 1 ? mine-- > 0 : (valid >> e & 1) && in_bracket(search, key[e]) && key[e] > last;
-                if (is_taken) c.chosen[tile.start + at + e] = 1;
-            }
-            left -= total;
-        });
-    });
-}
-
-// What no search decides: bytes of a range, a CTA for each.
-struct Fill {
-    i64 start, stop, value;
-};
-
-__global__ void __launch_bounds__(kThreads) fill_bytes_kernel(u8* bytes, const Fill* fills) {
-    const Fill fill = fills[blockIdx.x];
-    for (i64 i = fill.start + threadIdx.x; i < fill.stop; i += kThreads) bytes[i] = (u8)fill.value;
 }
 
 }  // namespace scape

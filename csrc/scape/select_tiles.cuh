@@ -245,7 +245,8 @@ struct Lane {
     i64 t;
     u32 num;        // of its notes; 0 where there is no tile, or none in question
 
-    __device__ __forceinline__ Lane(const Scratch& s) : group(s.groups[blockIdx.x]) {
+    // The group may have as many tiles as the CTA has threads.
+    __device__ __forceinline__ Lane(const Scratch& s, const Group& of) : group(of) {
         t = group.first_tile + (i64)threadIdx.x;
         num = has_tile() ? s.num_notes[t] : 0;
     }

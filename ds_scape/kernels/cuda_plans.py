@@ -11,6 +11,9 @@ from ds_scape.kernels.impl_reference import BLOCK
 #: 8 bytes of a Search.
 TILE, MAX_NOTES, GROUP, HISTOGRAM, SEARCH_WORDS = 512, 64, 256, 8192, 10
 
+#: Up to so many tiles of a search its last steps are one kernel's, and one CTA's.
+SETTLE_TILES = 8192
+
 #: As in csrc/scape/worker.cuh: elements of the residual that a CTA works on.
 ENTER_TILE = 4096
 
@@ -23,9 +26,11 @@ class SelectPlan(NamedTuple):
     """[G, 2], int64: first tile and, from bit 32 on, number of tiles; search. Tiles of one search each."""
     searches: torch.Tensor
     """[S, SEARCH_WORDS], int64: start of the first tile, end, number to choose; first tile and number of tiles; first group and elements
-    before the segment's first; the rest 0. To be copied for every call."""
+    before the segment's first; the rest 0. What every call begins with."""
     fills: torch.Tensor
     """[F, 3], int64: start, stop, value of what no search decides: gaps, segments chosen whole or not at all."""
+    most_tiles: int
+    """Of a search."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -47,7 +52,8 @@ def select_plan(segments: tuple, numel: int, device: torch.device) -> SelectPlan
     fills = [fill for fill in fills if fill[0] < fill[1]]
     search_of_tile = torch.arange(len(tiles_of), dtype=torch.int32, device="cpu").repeat_interleave(
         torch.tensor(tiles_of, dtype=torch.int64, device="cpu"))
-    return SelectPlan(search_of_tile.to(device), _rows(groups, 2, device), _rows(searches, SEARCH_WORDS, device), _rows(fills, 3, device))
+    return SelectPlan(search_of_tile.to(device), _rows(groups, 2, device), _rows(searches, SEARCH_WORDS, device), _rows(fills, 3, device),
+                      max(tiles_of, default=0))
 
 
 class PositionsPlan(NamedTuple):

@@ -102,7 +102,7 @@ class CpuKernels:
         self._call("mark_overdue", rank_by.data_ptr(), last_sync.data_ptr(), last_sync.element_size(), rank_by.numel(), step, max_age,
                    torch.get_num_threads())
 
-    def select(self, rank_by, square, last_sync, step, max_age, segments, chosen=None, empty=None):
+    def select(self, rank_by, square, last_sync, step, max_age, segments, chosen=None, empty=None, hints=None):
         chosen = torch.empty(rank_by.numel(), dtype=torch.bool, device="cpu") if chosen is None else chosen
         structure = c.select(rank_by, square, last_sync, chosen, step, max_age)
         self._call_with("select", structure, _numbers(segments), len(segments))

@@ -152,7 +152,7 @@ def upper_halves(x: torch.Tensor) -> torch.Tensor:
 
 # --- the next mask ------------------------------------------------------------------------------------------------------------------------
 def select(rank_by: torch.Tensor, square: torch.Tensor | None, last_sync: torch.Tensor, step: int, max_age: int,
-           segments: tuple, chosen: torch.Tensor | None = None, empty=None) -> torch.Tensor:
+           segments: tuple, chosen: torch.Tensor | None = None, empty=None, hints: dict | None = None) -> torch.Tensor:
     scores = rank_by if square is None else score_residual(rank_by, square)
     found = select_scores(scores, ages(last_sync, step) >= max_age, segments)
     return found if chosen is None else chosen.copy_(found)

@@ -26,10 +26,11 @@ stands once; they are 4 bytes without a sign, in int32 (impl_reference.places), 
     out [k] = last_sync at the positions ``index - first`` (None: everywhere), which becomes ``step`` there.
 ``mark_overdue(rank_by, last_sync, step, max_age)``
     The sign of rank_by [n] becomes negative where step - last_sync >= max_age, positive elsewhere.
-``select(rank_by, square, last_sync, step, max_age, segments, chosen=None, empty=None)``
+``select(rank_by, square, last_sync, step, max_age, segments, chosen=None, empty=None, hints=None)``
     bool [P], ``chosen`` or a new tensor: per segment (start, stop, count) exactly ``count`` coordinates: those with step - last_sync >=
     max_age first, then by |rank_by| / (sqrt(square) + 1e-9) (square None: by rank_by, >= 0), ties by lowest index. NaN is above all.
-    Segments ascend; what lies outside of them is False. empty(numel, dtype): makes what is needed beside it, aligned to 16 bytes.
+    Segments ascend; what lies outside of them is False. empty(numel, dtype): makes what is needed beside it, aligned to 16 bytes. hints: a
+    dict, empty at first, in which a set keeps what makes the next choice of the same kind faster, whatever it is; the choice is the same.
     (Kernels.select also takes no last_sync: then first are those whose rank_by has a sign.)
 ``owner_step(weight, momentum, last_sync, mean_value, index, step, tables, decay, lr, beta2, eps, catch_up, out)``
     The rule of docs/scape.md for the coordinates at ``index`` (None: all): weight and momentum [P] are moved in place from
@@ -139,11 +140,11 @@ class Kernels:
     def mark_overdue(self, rank_by, last_sync, step, max_age) -> None:
         self._for("mark_overdue", (rank_by,), (), (last_sync,))(rank_by, last_sync, step, max_age)
 
-    def select(self, rank_by, square, last_sync, step, max_age, segments, chosen=None, empty=None) -> torch.Tensor:
+    def select(self, rank_by, square, last_sync, step, max_age, segments, chosen=None, empty=None, hints=None) -> torch.Tensor:
         if last_sync is None:               # read as a step's number, -1 - x is at least 0 where x has the sign
             last_sync, step, max_age = impl_reference.upper_halves(rank_by), -1, 0
         function = self._for("select", (rank_by, square), (), (last_sync, chosen))
-        return function(rank_by, square, last_sync, step, max_age, segments, chosen, empty)
+        return function(rank_by, square, last_sync, step, max_age, segments, chosen, empty, hints)
 
     def owner_step(self, weight, momentum, last_sync, mean_value, index, step, tables, decay, *, lr, beta2, eps, catch_up, out) -> None:
         function = self._for("owner_step", (weight, momentum, mean_value, decay, *tables), (out,), (last_sync, index))

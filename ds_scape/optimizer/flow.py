@@ -372,7 +372,7 @@ class Flow:
             flat = self.flats[i]
             by = ranked_by[i] if ranked_by else flat.own(flat.residual, rank)
             self.kernels.select(by.to(device), None if are_scores else flat.square, None if self._ages_pass else flat.stored_last_sync,
-                                self.num_steps, flat.max_age, flat.layout.segments[rank], part, empty)
+                                self.num_steps, flat.max_age, flat.layout.segments[rank], part, empty, flat.hints)
         return chosen
 
     def _start_mask(self, chosen: torch.Tensor, positions) -> None:

@@ -50,6 +50,8 @@ class FlatState:
     """The way of a residual in host memory through the device; None where it is on the device."""
     decay: torch.Tensor = field(init=False)
     """float64 [H + 1], where the weights are: products of the weight decay factors by age (update/tables.py)."""
+    hints: dict = field(default_factory=dict, init=False)
+    """Of the last choice for the next (ops.select)."""
     _decays: bool = field(default=False, init=False)
     _tables: tuple = field(default=(None, None), init=False)
 

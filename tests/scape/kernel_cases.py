@@ -155,6 +155,7 @@ def check_mark(kernels, n, max_age, seed=0, offset=1):
 
 
 def check_select(kernels, rank_by, square, segments, *, overdue=0.02, seed=0, offset=1):
+    """CUDA's both ways to end, the second of them with the first one's hints."""
     n = rank_by.numel()
     last = torch.randint(61, 99, (n,), generator=rng(seed + 5), dtype=torch.int32)
     last[torch.rand(n, generator=rng(seed + 6)) < overdue] = 7
@@ -164,8 +165,11 @@ def check_select(kernels, rank_by, square, segments, *, overdue=0.02, seed=0, of
         reference.mark_overdue(by_sign, last, step, 40)
         compare(kernels, "select", {"rank_by": by_sign, "square": square}, lambda f, rank_by, square: f(
             rank_by, square, reference.upper_halves(rank_by), -1, 0, segments), offset)
-    compare(kernels, "select", {"rank_by": rank_by, "square": square, "last_sync": last},
-            lambda f, rank_by, square, last_sync: f(rank_by, square, last_sync, step, 40, segments), offset)
+    hints = {}
+    for most in (cuda_plans.SETTLE_TILES, 0) if hasattr(kernels, "built_by") else (0,):
+        with mock.patch.object(cuda_plans, "SETTLE_TILES", most):
+            compare(kernels, "select", {"rank_by": rank_by, "square": square, "last_sync": last},
+                    lambda f, rank_by, square, last_sync: f(rank_by, square, last_sync, step, 40, segments, None, None, hints), offset)
 
 
 def check_owner(kernels, n, *, share=0.1, out_dtype=BF16, decay=True, catch_up=True, max_age=40, seed=0, offset=1, specials=True,

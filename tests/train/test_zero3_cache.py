@@ -33,6 +33,11 @@ def test_three_ranks(case):
     assert_ok(EVENTS, THREE, 3, case)
 
 
+def test_second_partition_inside_halves_of_the_ranks():
+    case = "case_second_partition_is_gathered_natively"
+    assert_ok(MORE, (case,), 4, case)
+
+
 def test_parameters_on_nvme_have_no_frames():
     """Training with them there needs DeepSpeed's asynchronous I/O, which is not built everywhere."""
     offload = {"device": "nvme", "nvme_path": "/tmp"}

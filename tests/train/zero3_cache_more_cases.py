@@ -79,8 +79,17 @@ def case_persistent_parameters(rank, world_size):
     assert run.cache["unknown_writes"] == 0
 
 
+class Wide(Odd):
+    """With shards worth a frame on 4 ranks too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[0] = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH))
+
+
 def case_second_partition_is_gathered_natively(rank, world_size):
-    """hpZ: forward passes gather frames, backward passes the second copy inside its group; written copies count too."""
+    """hpZ: forward passes gather frames, backward passes the second copy inside its group, of 2 ranks; written copies count too. C65: also
+    of parameters that leave ranks without an element."""
     def between(step, engine):
         if step == 2:
             weight = engine.module.layers[1].weight
@@ -89,7 +98,7 @@ def case_second_partition_is_gathered_natively(rank, world_size):
             return sample_loss(engine)
         return None
 
-    run = compare(between, world_size=world_size, extra={"zero_optimization": {"zero_hpz_partition_size": world_size}},
+    run = compare(between, world_size=world_size, make=Wide, extra={"zero_optimization": {"zero_hpz_partition_size": 2}}, steps=4,
                   hash_every_step=False)            # whoever gathers parameters makes their second copies
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # else every later engine of the process has hpZ too
     assert run.cache["bypassed"]["hpz_secondary"] > 0 and run.cache["shards"] > 0, run.cache

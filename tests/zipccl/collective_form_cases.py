@@ -129,7 +129,8 @@ def case_broadcasts_in_flight_from_several_roots(rank, world):
 
 
 def case_strides_of_all_collectives(rank, world):
-    """C25: transposed and sliced inputs and outputs equal native; nothing beside a sliced output is written. NCCL refuses them."""
+    """C25: transposed, sliced and channels-last inputs and outputs equal native; nothing beside a sliced output is written. NCCL refuses
+    them."""
     with runtime() as live:
         if torch.get_default_device().type == "cuda":
             data = gaussian(world * 4096, seed=rank).view(64, -1).t()
@@ -138,7 +139,7 @@ def case_strides_of_all_collectives(rank, world):
                 assert live.stats.snapshot()[op]["native_reasons"] == {"layout": 1}
             return
         for op, spec in specs().items():
-            for view in (_transposed, _sliced):
+            for view in (_transposed, _sliced, _channels_last):
                 plain, native = _whole_rows(spec), _whole_rows(spec)
                 spec.native(native).wait()
                 wholes = {}
@@ -162,6 +163,10 @@ def _whole_rows(spec) -> Call:
 
 def _transposed(t, wholes):
     return t.view(ROWS, -1).t().contiguous().t()
+
+
+def _channels_last(t, wholes):
+    return t.view(ROWS, 3, -1, 17).to(memory_format=torch.channels_last)
 
 
 def _sliced(t, wholes):

@@ -72,7 +72,7 @@ def case_reduce_ops_and_dtypes(rank, world):
     """C29, C31: whatever is not zipped equals native, errors included."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8):
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT,
-                   dist.ReduceOp.BAND, dist._make_nccl_premul_sum(0.5)):
+                   dist.ReduceOp.BAND, dist._make_nccl_premul_sum(0.5), dist._make_nccl_premul_sum(1 / 3)):
             for call in ("reduce_scatter_tensor", "all_reduce"):
                 outcomes = [_reduced(call, op, dtype, rank, world, group) for group in (None, native_group())]
                 if isinstance(outcomes[1], torch.Tensor):

@@ -40,7 +40,7 @@ def parse(argv=None):
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     if args.dry_run:
-        args.sizes, args.model, args.tokens, args.rounds, args.limit = "1M", "tiny", "256", 1, min(args.limit, 40)
+        args.sizes, args.model, args.tokens, args.rounds, args.limit = "1M", "tiny", "256", 1, min(args.limit, 60)
     return args
 
 

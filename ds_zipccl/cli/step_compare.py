@@ -1,11 +1,13 @@
 """Measures the runs of one combination after another: those that share an engine by switching its collectives, others on engines side by
 side."""
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
 from ds_zipccl.cli import step_rows
-from ds_zipccl.cli.step_run import Found, Training, per_step
+from ds_zipccl.cli.step_run import PARTS, Found, Training, per_step
 from ds_zipccl.cli.step_runs import RUNS, SILENT, Cell, Run
 from ds_zipccl.cli.step_switch import Snapshot, Way
 
@@ -57,38 +59,38 @@ class Comparison:
         for rival in [name for name in names if RUNS[name].rival is None]:
             partners = [name for name in names if RUNS[name].rival == rival]
             key = RUNS[rival].engine_key
-            mine = [name for name in partners if RUNS[name].engine_key == key]
-            yield from self._together(cell, rival, [rival, *mine], [rival, *mine])
+            mine = [rival, *(name for name in partners if RUNS[name].engine_key == key)]
+            done: dict[str, Found] = {}
+            yield from self._together(cell, mine, done)
             for other in dict.fromkeys(RUNS[name].engine_key for name in partners if RUNS[name].engine_key != key):
-                theirs = [name for name in partners if RUNS[name].engine_key == other]
-                yield from self._together(cell, rival, [rival, *theirs], theirs)
+                done[rival] = replace(done[rival], times_ms=[], host_ms={part: [] for part in PARTS})       # the rest of it still holds
+                yield from self._together(cell, [name for name in partners if RUNS[name].engine_key == other], done, rival)
                 self._engines.pop(other).close()
             if len([name for name in names if RUNS[name].rival is None]) > 1:
                 self._engines.pop(key).close()
 
-    def _together(self, cell: Cell, rival: str, names: list[str], shown: list[str]) -> Iterator[dict]:
-        """Rows of ``shown``, from rounds of all ``names``."""
-        args, done, snapshots = self._args, {}, {}
+    def _together(self, cell: Cell, names: list[str], done: dict[str, Found], rival: str | None = None) -> Iterator[dict]:
+        """Rows of ``names``, which share an engine, from rounds of them; and of their rival, if that is on another engine and was looked at
+        before. ``done``: everything that was found on this cell."""
+        args, engine = self._args, self._engine(names[0], cell)
+        engine.training.micro_batch = cell.tokens // args.seq_len
+        engine.training.losses(2)                               # what is made in first steps is there then
+        snapshot = Snapshot(engine.training.engine) if RUNS[names[0]].optimizer["type"] == "AdamW" else None
+        if engine.steady_bytes is None:
+            engine.steady_bytes = engine.training.allocated()
         for name in names:
-            engine = self._engine(name, cell)
-            engine.training.micro_batch = cell.tokens // args.seq_len
-            key = RUNS[name].engine_key
-            if key not in snapshots:                            # the first run of its engine
-                engine.training.losses(2)
-                snapshots[key] = Snapshot(engine.training.engine) if RUNS[name].optimizer["type"] == "AdamW" else None
-                if engine.steady_bytes is None:
-                    engine.steady_bytes = engine.training.allocated()
-            done[name] = self._alone_first(engine, name, snapshots[key])
+            done[name] = self._alone_first(engine, name, snapshot)
+            if RUNS[name].zipccl != SILENT:
+                done[name].sent_bytes = done[names[0]].sent_bytes or engine.training.sent_bytes()           # natively
+        in_turn = [name for name in (rival, *names) if name is not None]
         for turn in range(args.rounds):
-            for name in reversed(names) if turn % 2 else names:
-                self._in_its_way(name, lambda training, name=name: done[name].add_block(training, args.skip, args.steps), snapshots)
+            for name in reversed(in_turn) if turn % 2 else in_turn:
+                self._in_its_way(name, functools.partial(done[name].add_block, num_before=args.skip, num_steps=args.steps), snapshot)
         for name in names:
             if RUNS[name].zipccl != SILENT:
-                done[name].trace = self._in_its_way(name, Training.traced, snapshots)
-        for name in shown:
-            engine = self._engine(name, cell)
-            first = next(other for other in names if RUNS[other].engine_key == RUNS[name].engine_key)
-            yield step_rows.row(cell, name, done, first, self._alone, engine.training.num_parameters)
+                done[name].trace = self._in_its_way(name, Training.traced, snapshot)
+        for name in names:
+            yield step_rows.row(cell, name, done, names[0], self._alone, engine.training.num_parameters)
 
     def _engine(self, name: str, cell: Cell) -> Engine:
         key = RUNS[name].engine_key
@@ -114,12 +116,10 @@ class Comparison:
         if on_gpu:
             others = before - (engine.steady_bytes - training.bytes_before)
             found.memory_bytes = torch.cuda.max_memory_allocated() - others
-        if not is_silent:
-            found.sent_bytes = training.sent_bytes()
         way.leave()
         return found
 
-    def _in_its_way(self, name: str, do, snapshots: dict[str, Snapshot | None]):
+    def _in_its_way(self, name: str, do: Callable[[Training], object], snapshot: Snapshot | None):
         """``do(training)`` while its collectives go as the run says; what is spoilt by leaving them out is put back."""
         engine = self._engines[RUNS[name].engine_key]
         way = engine.way(name)
@@ -128,5 +128,5 @@ class Comparison:
             return do(engine.training)
         finally:
             way.leave()
-            if RUNS[name].zipccl == SILENT and snapshots[RUNS[name].engine_key] is not None:
-                snapshots[RUNS[name].engine_key].restore()
+            if RUNS[name].zipccl == SILENT and snapshot is not None:
+                snapshot.restore()

@@ -8,10 +8,38 @@
 #ifdef ZIPSCAPE_EMULATE
 typedef void* cudaStream_t;
 #define SCAPE_LAUNCH(kernel, grid, threads, stream, ...) emulate::launch(dim3((unsigned)(grid)), threads, [&] { kernel(__VA_ARGS__); })
+#define SCAPE_LAUNCH_NEXT SCAPE_LAUNCH
 static int last_error() { return 0; }
 #else
 #define SCAPE_LAUNCH(kernel, grid, threads, stream, ...) kernel<<<(unsigned)(grid), threads, 0, stream>>>(__VA_ARGS__)
+// The same, but it may begin while the kernel before it ends, which is of this library: both call begin_in_turn().
+#define SCAPE_LAUNCH_NEXT(kernel, grid, threads, stream, ...) launch_next(kernel, (unsigned)(grid), threads, stream, __VA_ARGS__)
 static int last_error() { return (int)cudaGetLastError(); }
+
+__global__ void probe_kernel() {}
+// Not where the code is for a GPU that begin_in_turn() does nothing on.
+static bool may_overlap() {
+    constexpr int kDevices = 64;
+    static signed char known[kDevices];             // 0: not yet, 1: yes, -1: no
+    int device = 0;
+    if (cudaGetDevice(&device) || device >= kDevices) return false;
+    if (!known[device]) {
+        cudaFuncAttributes attributes;
+        known[device] = !cudaFuncGetAttributes(&attributes, probe_kernel) && attributes.ptxVersion >= 90 ? 1 : -1;
+    }
+    return known[device] > 0;
+}
+
+template <class... Wanted, class... Given>
+static void launch_next(void (*kernel)(Wanted...), unsigned grid, unsigned threads, cudaStream_t stream, const Given&... given) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(grid), config.blockDim = dim3(threads), config.stream = stream;
+    config.attrs = &attribute, config.numAttrs = may_overlap() ? 1 : 0;
+    cudaLaunchKernelEx(&config, kernel, Wanted(given)...);
+}
 #endif
 
 namespace scape {

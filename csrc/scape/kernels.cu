@@ -41,8 +41,8 @@ static int owner_of(const Owner& c, cudaStream_t stream) {
 template <class K>
 static void choose_as(const Select& c, const Scratch& s, i64 grid, bool has_hints, cudaStream_t stream) {
     for (int again = 0; again < 2; ++again) {
-        if (again || !has_hints) SCAPE_LAUNCH(sample_kernel<K>, grid, kSelectThreads, stream, c, s, again != 0);
-        SCAPE_LAUNCH(choose_kernel<K>, grid, kSelectThreads, stream, c, s, again != 0);
+        if (again || !has_hints) SCAPE_LAUNCH_NEXT(sample_kernel<K>, grid, kSelectThreads, stream, c, s, again != 0);
+        SCAPE_LAUNCH_NEXT(choose_kernel<K>, grid, kSelectThreads, stream, c, s, again != 0);
     }
 }
 
@@ -143,8 +143,8 @@ int scape_cuda_sum_of_squares(const void* x, i64 num, int dtype, double* lanes, 
 }
 
 // searches: as they begin, to be copied to those of `scratch`. hints: what this writes for the next time, or none; has_hints: what the last
-// time wrote. is_small: no search has more than a few thousand tiles. fills: the parts of c->chosen that no search decides. ctas: as many as the device can have at once,
-// two on a multiprocessor.
+// time wrote. is_small: no search has more than a few thousand tiles. fills: the parts of c->chosen that no search decides. ctas: as many
+// as the device can have at once, two on a multiprocessor.
 int scape_cuda_select(const Select* c, const Scratch* scratch, const Search* searches, i64 num_searches, int is_small, Hint* hints,
                       int has_hints, const Fill* fills, i64 num_fills, int ctas, cudaStream_t stream) {
     Scratch s = *scratch;
@@ -164,12 +164,12 @@ int scape_cuda_select(const Select* c, const Scratch* scratch, const Search* sea
     else
         c->square ? choose_as<Kind<true, 4>>(*c, s, grid, has_hints, stream) : choose_as<Kind<false, 4>>(*c, s, grid, has_hints, stream);
     if (is_small) {
-        SCAPE_LAUNCH(settle_kernel, num_searches, kSettleThreads, stream, *c, s, hints, has_hints != 0);
+        SCAPE_LAUNCH_NEXT(settle_kernel, num_searches, kSettleThreads, stream, *c, s, hints, has_hints != 0);
         return last_error();
     }
-    SCAPE_LAUNCH(digit_kernel, s.num_groups, kThreads, stream, *c, s, hints, has_hints != 0);
-    SCAPE_LAUNCH(equal_kernel, s.num_groups, kThreads, stream, *c, s);
-    SCAPE_LAUNCH(finish_kernel, s.num_groups, kThreads, stream, *c, s);
+    SCAPE_LAUNCH_NEXT(digit_kernel, s.num_groups, kThreads, stream, *c, s, hints, has_hints != 0);
+    SCAPE_LAUNCH_NEXT(equal_kernel, s.num_groups, kThreads, stream, *c, s);
+    SCAPE_LAUNCH_NEXT(finish_kernel, s.num_groups, kThreads, stream, *c, s);
     return last_error();
 }
 

@@ -41,6 +41,7 @@ struct Fill {
 __global__ void __launch_bounds__(kThreads) prepare_kernel(u8* bytes, const Scratch s, const Search* searches, const Hint* hints,
                                                            const Fill* fills) {
     const i64 number = blockIdx.x;
+    begin_in_turn();
     if (number >= s.num_searches) {
         const Fill fill = fills[number - s.num_searches];
         for (i64 i = fill.start + threadIdx.x; i < fill.stop; i += kThreads) bytes[i] = (u8)fill.value;
@@ -167,12 +168,13 @@ __global__ void __launch_bounds__(kSelectThreads, 2) sample_kernel(const Select 
                            sampled_keys<K>(c, search, line, log_each, [&](u32 j, bool valid, u32 key) {
                                count(valid && line + j < end, key);
                            });
-                       return;
+                       return digit_size(0);
                    }
                    for (i64 tile = t + warp_id(); tile < stop; tile += kSelectWarps)
                        tile_keys(c, s, tile_of(search, tile), [&](u32 valid, const u32 (&key)[4], u32) {
                            for (u32 e = 0; e < 4; ++e) count(valid >> e & 1, key[e]);
                        });
+                   return digit_size(0);
                },
                set_bracket);
 }
@@ -297,6 +299,7 @@ __global__ void __launch_bounds__(kSelectThreads, 2) choose_kernel(const Select 
                    }
                    above = __reduce_add_sync(kAllLanes, above);
                    if (lane_id() == 0 && above) atomicAdd(&s.searches[s.search_of_tile[first]].above, above);
+                   return (hi - lo + 1) << (kLowBits - third_bits);
                },
                [&](Search& search, u32* counts) { settle_two(search, counts, again); });
 }

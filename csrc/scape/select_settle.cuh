@@ -66,6 +66,7 @@ __device__ __forceinline__ void choose_noted(u32 last, i64 left, const Lane& own
 __global__ void __launch_bounds__(kThreads) digit_kernel(const Select c, const Scratch s, Hint* hints, bool had_hints) {
     __shared__ u32 histogram[1 << (kThirdBits + kMaxCoarse)], shared[kThreads / kWarp];
     __shared__ u32 flag;
+    begin_in_turn();
     const Lane own(s, s.groups[blockIdx.x]);
     Search& search = s.searches[own.group.search];
     const u32 prefix = search.prefix, size = 1u << search.third_bits();
@@ -88,6 +89,7 @@ __global__ void __launch_bounds__(kThreads) digit_kernel(const Select c, const S
 __global__ void __launch_bounds__(kThreads) equal_kernel(const Select c, const Scratch s) {
     __shared__ u32 shared[kThreads / kWarp];
     __shared__ u32 flag;
+    begin_in_turn();
     const Lane own(s, s.groups[blockIdx.x]);
     Search& search = s.searches[own.group.search];
     if (search.equal == search.wanted) return;
@@ -108,6 +110,7 @@ __global__ void __launch_bounds__(kThreads) equal_kernel(const Select c, const S
 }
 
 __global__ void __launch_bounds__(kThreads) finish_kernel(const Select c, const Scratch s) {
+    begin_in_turn();
     const Lane own(s, s.groups[blockIdx.x]);
     const Search search = s.searches[own.group.search];
     const bool is_all = search.equal == search.wanted;
@@ -121,8 +124,9 @@ __global__ void __launch_bounds__(kSettleThreads) settle_kernel(const Select c, 
     __shared__ __align__(16) u32 histogram[8192];
     __shared__ u32 shared[kSettleThreads / kWarp], found[3];
     static_assert(1 << (kThirdBits + kMaxCoarse) == 8192, "");
-    const Search search = s.searches[blockIdx.x];
     for (u32 d = threadIdx.x; d < 8192; d += kSettleThreads) histogram[d] = 0;
+    begin_in_turn();
+    const Search search = s.searches[blockIdx.x];
     __syncthreads();
     const auto lane_of = [&](u32 first) {
         const u32 left = (u32)search.num_tiles - first;

@@ -95,8 +95,9 @@ __device__ __forceinline__ bool is_last(Search& search, u32 num, u32* shared) {
         *shared = last;
     }
     __syncthreads();
+    if (!*shared) return false;
     fence();
-    return *shared != 0;
+    return true;
 }
 
 __device__ __forceinline__ u32 key_of(const Select& c, u32 r, u32 q, bool is_overdue) {
@@ -307,17 +308,18 @@ __device__ __forceinline__ i64 tiles_again(const Scratch& s, u32* shared) {
     return sum;
 }
 
-// Runs work(first tile, end, search) over this CTA's share of all tiles, search after search, and adds the CTA's histogram of 8,192 counts
-// to the search's; the CTA that is the last at a search calls finish(search, its histogram). again: only searches that have to be done
-// again, whose tiles are dealt out among all CTAs anew; nobody changes `again` meanwhile.
+// Runs work(first tile, end, search) over this CTA's share of all tiles, search after search, and adds the CTA's histogram to the search's,
+// of up to 8,192 counts: as many as work says; the CTA that is the last at a search calls finish(search, its histogram). again: only
+// searches that have to be done again, whose tiles are dealt out among all CTAs anew; nobody changes `again` meanwhile.
 template <class Work, class Finish>
 __device__ __forceinline__ void over_tiles(const Scratch& s, u32* histogram, bool again, const Work& work, const Finish& finish) {
     constexpr u32 kParts = 64;
     __shared__ u32 shared[kSelectWarps], numbers[kParts], firsts[kParts], stops[kParts], num_parts, flag;
+    for (u32 d = threadIdx.x; d < digit_size(0); d += kSelectThreads) histogram[d] = 0;
+    begin_in_turn();
     const i64 all = again ? tiles_again(s, shared) : s.num_tiles;
     const i64 begin = all * blockIdx.x / gridDim.x, end = all * (blockIdx.x + 1) / gridDim.x;
     if (begin == end) return;
-    for (u32 d = threadIdx.x; d < digit_size(0); d += kSelectThreads) histogram[d] = 0;
     i64 before = 0;                                     // tiles of searches that are looked at
     for (i64 first = again ? 0 : s.search_of_tile[begin]; first < s.num_searches && before < end; first += kParts) {
         const i64 number = first + threadIdx.x;
@@ -338,10 +340,10 @@ __device__ __forceinline__ void over_tiles(const Scratch& s, u32* histogram, boo
         const u32 parts = num_parts;
         for (u32 i = 0; i < parts; ++i) {
             const u32 search = numbers[i], t = firsts[i], stop = stops[i];
-            work((i64)t, (i64)stop, s.searches[search]);
+            const u32 size = work((i64)t, (i64)stop, s.searches[search]);
             __syncthreads();
             u32* const target = histogram_of(s, search);
-            for (u32 d = threadIdx.x; d < digit_size(0); d += kSelectThreads) {
+            for (u32 d = threadIdx.x; d < size; d += kSelectThreads) {
                 const u32 count = histogram[d];
                 if (count) atomicAdd(&target[d], count), histogram[d] = 0;
             }

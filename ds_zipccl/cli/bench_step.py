@@ -179,13 +179,19 @@ def _bench(args, transport: str, rows_path: str, rows_before: list[dict], comman
 
 
 def _collectives(args, size: int = 64 << 20) -> dict[str, float]:
-    """Microseconds of "native all_gather_into_tensor", "ours all_gather_into_tensor" and so on, alone, of tensors of one size."""
+    """Microseconds of "native all_gather_into_tensor", "ours all_gather_into_tensor" and so on, alone, of tensors of one size; of "one_sided
+    ..." where a run may go so."""
     size = size if args.device == "cuda" else 4 << 20
-    runtime = Runtime(ZipcclConfig(enabled=True, collectives="always", min_bytes=0), {args.device: loader.resolve("best", args.device)})
     settings = Namespace(device=args.device, dtype="bf16", iters=11, calls=1)
+    transports = {"ours": "process_group"}
+    if args.device == "cuda" and any("transport" in (RUNS[name].zipccl or {}) for cell in _cells(args) for name in cell.runs):
+        transports["one_sided"] = "symmetric_memory"
     found = {}
-    for op in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
-        native, _, ours = bench_collectives.measure(specs()[op], size, settings, runtime, False)
-        found |= {f"native {op}": native["time_us"], f"ours {op}": ours["time_us"]}
-    runtime.close()
+    for who, transport in transports.items():
+        config = ZipcclConfig(enabled=True, collectives="always", min_bytes=0, transport=transport)
+        runtime = Runtime(config, {args.device: loader.resolve("best", args.device)})
+        for op in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
+            native, _, ours = bench_collectives.measure(specs()[op], size, settings, runtime, False)
+            found |= {f"native {op}": native["time_us"], f"{who} {op}": ours["time_us"]}
+        runtime.close()
     return found

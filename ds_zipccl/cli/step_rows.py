@@ -53,20 +53,19 @@ def _bound(name: str, wire: float, rival: Found, alone: dict[str, float]) -> dic
     if RUNS[name].optimizer["type"] == "SCAPE":
         s = min(1 / (1 - REMOVED), sum(rival.sent_bytes.values()) / wire) if wire else 1.0
     else:
-        s = gain_alone(rival.sent_bytes, alone)
+        s = gain_alone(rival.sent_bytes, alone, ("ours", "one_sided") if "transport" in RUNS[name].zipccl else ("ours",))
     return {"f": f, "s": s, "bound": 1 / (1 - f + f / s)}
 
 
-def gain_alone(sent: dict[str, int], alone: dict[str, float]) -> float:
+def gain_alone(sent: dict[str, int], alone: dict[str, float], ways: tuple[str, ...] = ("ours",)) -> float:
     """How many times faster the collectives of a step are by themselves. ``sent``: bytes of a native step. ``alone``: microseconds of
     "native all_reduce", "native all_gather_into_tensor", "ours reduce_scatter_tensor" and so on, all of tensors of one size."""
     gather, scatter, reduce = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
     sizes = {gather: sent.get(gather, 0), scatter: sent.get(scatter, 0), reduce: sent.get(reduce, 0) / 2}       # a ring sends it twice
     native = sum(size * alone[f"native {op}"] for op, size in sizes.items())
-    ours = {gather: min(alone[f"{who} {gather}"] for who in ("native", "ours")),
-            scatter: min(alone[f"{who} {scatter}"] for who in ("native", "ours")),
-            reduce: min(alone[f"ours {scatter}"], alone[f"native {reduce}"])}        # what ZeRO 1 and 2 get in its place
-    return native / sum(size * ours[op] for op, size in sizes.items()) if native else 1.0
+    best = {op: min(alone[f"{who} {op}"] for who in ("native", *ways)) for op in (gather, scatter)}
+    best[reduce] = min(alone[f"native {reduce}"], *(alone[f"{who} {scatter}"] for who in ways))     # what ZeRO 1 and 2 get in its place
+    return native / sum(size * best[op] for op, size in sizes.items()) if native else 1.0
 
 
 def cells(row: dict) -> list[str]:

@@ -75,7 +75,9 @@ class PairsChoice(NamedTuple):
 def zipped_again(spec: CollectiveSpec, call: Call, state, way: str = ZIPPED) -> Choice | PairsChoice | None:
     """After ``choose`` or ``choose_for_pairs`` said ``way``, ZIPPED or ONE_SIDED."""
     if spec.pairwise:
-        measured = state.measured("pair", call.dtype)
+        measured, numel = state.measured("pair", call.dtype), spec.row_numel(call)
+        if way == ONE_SIDED:                            # all pieces alike, and no room for their frames is kept
+            return Choice(measured, measured.costs, state, (), None, (numel * call.dtype.itemsize * call.world_size, None), way)
         return PairsChoice(measured, measured.costs) if measured.costs.one_sided is None else None
     measured, numel = state.measured(call.op, call.dtype), spec.row_numel(call)
     room, native_bytes = (call.op, call.dtype, numel), None if spec.native_numel is None else spec.native_numel(call) * call.dtype.itemsize

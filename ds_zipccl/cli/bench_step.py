@@ -179,8 +179,8 @@ def _bench(args, transport: str, rows_path: str, rows_before: list[dict], comman
 
 
 def _collectives(args, size: int = 64 << 20) -> dict[str, float]:
-    """Microseconds of "native all_gather_into_tensor", "ours all_gather_into_tensor" and so on, alone, of tensors of one size; of "one_sided
-    ..." where a run may go so."""
+    """Microseconds of "native all_gather_into_tensor", "ours all_gather_into_tensor" and so on, alone, of tensors of one size; of
+    "one_sided ..." where a run may go so."""
     size = size if args.device == "cuda" else 4 << 20
     settings = Namespace(device=args.device, dtype="bf16", iters=11, calls=1)
     transports = {"ours": "process_group"}

@@ -99,7 +99,8 @@ class Snapshot:
 
 def print_of(tensor: torch.Tensor, chunk: int = 1 << 24) -> int:
     """A number from all bits of a contiguous tensor."""
-    flat, total = tensor.reshape(-1).view(torch.uint8 if tensor.nbytes % 4 else torch.int32), 0
+    in_words = tensor.nbytes % 4 == 0 and tensor.storage_offset() * tensor.element_size() % 4 == 0
+    flat, total = tensor.reshape(-1).view(torch.int32 if in_words else torch.uint8), 0
     for start in range(0, flat.numel(), chunk):
         part = flat[start:start + chunk].long()
         total = total + (part * torch.arange(start + 1, start + 1 + part.numel(), device=part.device)).sum()

@@ -44,8 +44,8 @@ class Pending:
         return self
 
     def end_at_once(self, stream: int) -> None:
-        """Settled and finished, on this stream."""
-        self._queued, self.settled, self.finished = stream, True, True
+        """Settled and finished, on this stream. Who is about to ask for its words must not ask those of the flight's next call."""
+        self._queued, self.settled, self.finished, self._seen = stream, True, True, []
         self._finish = self._release = self._on_words = self.flight = None
 
     def await_words(self) -> list[int]:

@@ -208,3 +208,18 @@ def test_a_group_that_was_destroyed_behind_our_back_is_dropped(monkeypatch):
     live.state(groups[1], torch.device("cpu"))
     assert [len(states) for states in live._groups.values()] == [0, 1]
     live.close(groups[0])
+
+
+def test_a_call_that_ended_at_once_asks_nobody_for_its_words(state):
+    """The thread that settles calls may have just looked at it; its flight has the words of another call by then."""
+    def asked(*_):
+        raise AssertionError("asked for the words of another call")
+
+    words = SimpleNamespace(tolist=asked, at_once=asked, is_cuda=True, device="cuda")
+    pending = Pending(words=words, status_work=SimpleNamespace(wait=asked, is_completed=asked), payload_work=DONE, release=None,
+                      on_words=asked, finish=asked)
+    pending.end_at_once(7)
+    state.add(pending)
+    assert pending.has_words()
+    state._settle(pending)
+    assert pending.settled and pending.finished

@@ -36,6 +36,7 @@ def parse(argv=None):
     parser.add_argument("--runs1", default="adams,adams_again,scape90,scape99", help="ZeRO-1 runs of bench step")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--limit", type=int, default=150, help="seconds a command (default 150)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="measure nothing: plot the rows of this scaling.json, into --out")
     parser.add_argument("--dry-run", action="store_true", help="small sizes, a tiny model, one round")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
@@ -74,6 +75,9 @@ def measure(kind: str, arguments: list[str], environment: dict[str, str], limit:
 def main(argv=None) -> int:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.plot:
+        plot(json.loads(args.plot.read_text())["rows"], args.out / "scaling.png")
+        return 0
     rows = []
     for ranks in map(int, args.ranks.split(",")):
         if args.device == "cuda" and ranks > torch.cuda.device_count():
@@ -104,8 +108,11 @@ def line(row: dict) -> str:
 def plot(rows: list[dict], path: Path) -> None:
     """Speed-up over the rival, and of steps also the efficiency: the time of a step on the fewest ranks by its time on more (the work of a
     rank is the same)."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is not installed; --plot FILE makes it later from scaling.json", flush=True)
+        return
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -122,7 +129,7 @@ def plot(rows: list[dict], path: Path) -> None:
             name = f"{row['op']} {row['bytes'] >> 20} MiB, {row['transport']}"
         if row.get("speedup"):
             speedups.setdefault(name, {})[row["ranks"]] = row["speedup"]
-    figure, axes = pyplot.subplots(1, 2, figsize=(14, 6))
+    figure, axes = pyplot.subplots(1, 2, figsize=(18, 7))
     for name, points in speedups.items():
         axes[0].plot(list(points), list(points.values()), marker="o", label=name)
     for name, points in times.items():
@@ -131,7 +138,8 @@ def plot(rows: list[dict], path: Path) -> None:
         axis.set(title=title, xlabel="GPUs")
         axis.grid(alpha=0.3)
         if axis.lines:
-            axis.legend(fontsize=6)
+            axis.set_xticks(sorted({x for line in axis.lines for x in line.get_xdata()}))
+            axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

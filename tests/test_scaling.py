@@ -31,4 +31,7 @@ def test_plan_and_plot(tmp_path, monkeypatch):
     assert len(calls) == 2 * 2 * 2 and {c[2].get("NCCL_SHM_DISABLE") for c in calls} == {None, "1"}
     rows = json.loads((tmp_path / "scaling.json").read_text())["rows"]
     assert {(row["ranks"], row["transport"]) for row in rows} == {(r, t) for r in (2, 4) for t in ("as_is", "sockets")}
-    assert (tmp_path / "scaling.png").stat().st_size > 5000
+    plot = tmp_path / "scaling.png"
+    assert plot.stat().st_size > 5000
+    plot.unlink()
+    assert scaling.main(["--plot", str(tmp_path / "scaling.json"), "--out", str(tmp_path)]) == 0 and plot.stat().st_size > 5000

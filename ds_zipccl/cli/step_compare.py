@@ -87,7 +87,7 @@ class Comparison:
             for name in reversed(in_turn) if turn % 2 else in_turn:
                 self._in_its_way(name, functools.partial(done[name].add_block, num_before=args.skip, num_steps=args.steps), snapshot)
         for name in names:
-            if RUNS[name].zipccl != SILENT:
+            if RUNS[name].zipccl != SILENT and not name.endswith("again"):
                 done[name].trace = self._in_its_way(name, Training.traced, snapshot)
         for name in names:
             yield step_rows.row(cell, name, done, names[0], self._alone, engine.training.num_parameters)

@@ -24,13 +24,13 @@ from zipscape.machine import write_json
 
 HELP = "collectives: native against zipped, with the columns of nccl-tests"
 DESCRIPTION = """Every collective at every size: native, native once more (its speedup is the noise) and ours, in turns. size: bytes of
-the whole tensor, as nccl-tests counts them; count: its elements; algbw = size / time; busbw = algbw x the collective's factor; both on
-raw bytes. wire: what a rank sends (the largest of all ranks); ratio = raw / wire. speedup: the median of native time / this time over the
-turns, with the interval that holds the true median with 95 %. A row is slower only if all of that lies below 0.97; the medians below it are
-counted beside, and both for native once more. #wrong: elements that differ from native's on inputs that sum exactly in any
-order, and, where nothing is summed or 2 ranks sum, on Gaussians. Exit status 1 if any does."""
-COLUMNS = ("op", "size", "count", "type", "place", "path", "time us", "algbw", "busbw", "wire", "ratio", "speedup", "95 %", "decision",
-           "#wrong")
+the whole tensor, as nccl-tests counts them; count: its elements; calls: so many back to back, of which the time is one's; algbw = size /
+time; busbw = algbw x the collective's factor; both on raw bytes. wire: what a rank sends (the largest of all ranks); ratio = raw / wire.
+speedup: the median of native time / this time over the turns, with the interval that holds the true median with 95 %. A row is slower only
+if all of that lies below 0.97; the medians below it are counted beside, and both for native once more. #wrong: elements that differ from
+native's on inputs that sum exactly in any order, and, where nothing is summed or 2 ranks sum, on Gaussians. Exit status 1 if any does."""
+COLUMNS = ("op", "size", "count", "type", "place", "calls", "path", "time us", "algbw", "busbw", "wire", "ratio", "speedup", "95 %",
+           "decision", "#wrong")
 LEAST = 0.97                             # of native's speed, is promised under ``adaptive``
 BITS = {2: torch.int16, 4: torch.int32}
 IN_PLACE = ("all_gather_into_tensor", "reduce_scatter_tensor")          # both ways exist; others have one
@@ -47,8 +47,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--transport", choices=("process_group", "symmetric_memory", "adaptive"), default="process_group",
                         help="symmetric_memory: ours goes one-sided where it can (decision says one-sided); adaptive: where that is faster")
     parser.add_argument("--iters", type=int, default=11, help="turns (default 11)")
-    parser.add_argument("--calls", type=int, default=1, metavar="N", help="time N calls back to back, as behind a computation; times are "
-                        "of one (default 1: each waits for its own launch)")
+    parser.add_argument("--calls", metavar="LIST", default="1", help="time so many calls back to back, as behind a computation; times are "
+                        "of one (default 1: each waits for its own launch; 1,8: rows of both)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kernels", choices=("best", *loader.NAMES), default="best")
     parser.add_argument("--level", type=int, choices=(1, 2), default=1, help="compression level (default 1)")
@@ -58,7 +58,7 @@ def add_arguments(parser) -> None:
 
 def _sizes(args) -> list[int]:
     begin, end = parse_size(args.begin), parse_size(args.end)
-    if args.factor < 2 or begin > end or args.iters < 1 or args.calls < 1:
+    if args.factor < 2 or begin > end or args.iters < 1 or not all(n.isdecimal() and int(n) for n in args.calls.split(",")):
         raise ZipScapeError(describe("the sweep", got=f"-b {args.begin} -e {args.end} -f {args.factor} --iters {args.iters} "
                                      f"--calls {args.calls}", expected="-b <= -e, -f >= 2, --iters >= 1, --calls >= 1"))
     sizes = [begin]
@@ -164,43 +164,50 @@ def _times(paths: dict, call: Call, iters: int, num_calls: int) -> dict[str, lis
 
 
 def measure(spec: CollectiveSpec, size: int, args, runtime: Runtime, in_place: bool) -> list[dict]:
-    """The rows of one collective at one size: native, native again, ours."""
+    """The rows of one collective at one size: native, native again, ours, for each number of calls back to back."""
     device, dtype = torch.device(args.device, torch.cuda.current_device() if args.device == "cuda" else None), DTYPES[args.dtype]
     call = make_call(spec, size, dtype, device, in_place)
 
-    def native() -> None:
-        _wait([spec.native(call) for _ in range(args.calls)], device)
+    def native(num_calls: int) -> None:
+        _wait([spec.native(call) for _ in range(num_calls)], device)
 
-    def ours(num_calls: int = args.calls) -> None:
+    def ours(num_calls: int = 1) -> None:
         _wait([front.run(runtime, call, spec.native) for _ in range(num_calls)], device)
 
-    once = functools.partial(ours, 1)
-    wrong = count_wrong(spec, call, once)
+    wrong = count_wrong(spec, call, ours)
     _gaussian(call)
     if not spec.reduces or call.world_size == 2:
-        wrong += count_wrong(spec, call, once)
-    for _ in range(3):
-        ours()                                       # capacities and the switch settle
-    before = runtime.stats.snapshot().get(spec.name, {})
-    times = _times({"native": native, "native again": native, "ours": ours}, call, args.iters, args.calls)
-    seen = difference(runtime.stats.snapshot()[spec.name], before)
+        wrong += count_wrong(spec, call, ours)
+    rows = []
+    for num_calls in map(int, args.calls.split(",")):
+        for _ in range(3):
+            ours(num_calls)                         # capacities and the switch settle
+        before = runtime.stats.snapshot()[spec.name]
+        theirs = functools.partial(native, num_calls)
+        times = _times({"native": theirs, "native again": theirs, "ours": functools.partial(ours, num_calls)}, call, args.iters, num_calls)
+        seen = difference(runtime.stats.snapshot()[spec.name], before)
+        rows += [row | {"calls": num_calls, "in_place": in_place} for row in _rows(spec, call, args, times, seen, wrong)]
+    return rows
+
+
+def _rows(spec: CollectiveSpec, call: Call, args, times: dict[str, list[float]], seen: dict, wrong: int) -> list[dict]:
+    """``times``: by path and turn. ``seen``: what was counted of ours."""
     calls = seen["calls_zipped"] + seen["calls_native"]
     reasons = max(seen["native_reasons"], key=seen["native_reasons"].get, default="")
-    most = torch.tensor([seen["raw_bytes"], seen["wire_bytes"]], device=device)          # of all ranks: a broadcast is sent by one
+    most = torch.tensor([seen["raw_bytes"], seen["wire_bytes"]], device=call.device)         # of all ranks: a broadcast is sent by one
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     raw_bytes, wire_bytes = most.tolist()
     facts = {"native": (raw_bytes, 0), "native again": (raw_bytes, 0), "ours": (wire_bytes, wrong)}
-    whole, factor = spec.whole_numel(call), spec.bus_factor(call.world_size)
-    rows = []
+    whole, factor, rows = spec.whole_numel(call), spec.bus_factor(call.world_size), []
     for path, path_times in times.items():
         time_us, (wire, path_wrong) = statistics.median(path_times), facts[path]
         speedups = [a / b for a, b in zip(times["native"], path_times, strict=True)]
-        algbw = whole * dtype.itemsize / time_us / 1e3
+        algbw = whole * call.dtype.itemsize / time_us / 1e3
         zipped = path == "ours" and seen["calls_zipped"] > 0
         one_sided = zipped and seen["calls_one_sided"] > 0
         decision = "one-sided" if one_sided else "zipped" if zipped else reasons if path == "ours" else ""
-        rows.append({"op": spec.name, "impl": path, "dtype": args.dtype, "dist": "normal", "bytes": whole * dtype.itemsize, "count": whole,
-                     "ranks": call.world_size, "transport": "symmetric_memory" if one_sided else "process_group", "in_place": in_place,
+        rows.append({"op": spec.name, "impl": path, "dtype": args.dtype, "dist": "normal", "bytes": whole * call.dtype.itemsize,
+                     "count": whole, "ranks": call.world_size, "transport": "symmetric_memory" if one_sided else "process_group",
                      "path": "zipped" if zipped else "native",
                      "time_us": time_us, "algbw": algbw, "busbw": algbw * factor, "wire_bytes": wire // calls,
                      "ratio": raw_bytes / wire, "speedup": statistics.median(speedups),
@@ -259,14 +266,14 @@ def _bench(args, argv: list[str]) -> int:
 
 def _table(rows: list[dict], args) -> Table:
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, gloo"
-    title = f"ds_zipccl bench collectives: {rows[0]['ranks']} ranks, {where}, median of {args.iters} turns" + (
-        f", {args.calls} calls back to back in each" if args.calls > 1 else "")
+    title = f"ds_zipccl bench collectives: {rows[0]['ranks']} ranks, {where}, median of {args.iters} turns"
     table = Table(title=title, title_justify="left")
     for column in COLUMNS:
         table.add_column(column, justify="left" if column in ("op", "type", "place", "path", "decision") else "right", no_wrap=True)
     for row in rows:
         low, high = row["speedup_interval"]
-        table.add_row(row["op"], str(row["bytes"]), str(row["count"]), row["dtype"], "in" if row["in_place"] else "out", row["impl"],
-                      f"{row['time_us']:.1f}", f"{row['algbw']:.2f}", f"{row['busbw']:.2f}", str(row["wire_bytes"]), f"{row['ratio']:.3f}",
-                      f"{row['speedup']:.3f}", f"{low:.2f}-{high:.2f}", row["decision"], str(row["wrong"]))
+        table.add_row(row["op"], str(row["bytes"]), str(row["count"]), row["dtype"], "in" if row["in_place"] else "out",
+                      str(row["calls"]), row["impl"], f"{row['time_us']:.1f}", f"{row['algbw']:.2f}", f"{row['busbw']:.2f}",
+                      str(row["wire_bytes"]), f"{row['ratio']:.3f}", f"{row['speedup']:.3f}", f"{low:.2f}-{high:.2f}", row["decision"],
+                      str(row["wrong"]))
     return table

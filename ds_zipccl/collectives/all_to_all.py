@@ -9,7 +9,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.codec.format import STATUS_OFFSET
+from ds_zipccl.codec.format import STATUS_OFFSET, spill_need_bytes
 from ds_zipccl.codec.integrity import for_rank
 from ds_zipccl.collectives import pairs
 from ds_zipccl.collectives.flight import Flight, observe
@@ -194,6 +194,11 @@ class _Exchange(Flight):
         self._resent = {peer: torch.empty_like(outputs[peer]) for peer in missing}
         self.launch.bulk.exchange_pairs({peer: data.view(torch.uint8) for peer, data in self._resent.items()}, again)
         return sum(data.numel() for data in again.values())
+
+    def note(self, words) -> None:
+        for needs, word in zip(self._needs, (words[self.rank], words[1 - self.rank]), strict=True):
+            for need in needs.values():
+                need.num_bytes = spill_need_bytes(word)
 
     def fill(self, call: Call) -> None:
         if self._bound and not self._resent:

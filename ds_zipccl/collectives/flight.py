@@ -218,9 +218,14 @@ class Flight:
         repeat = self.repeat
         if repeat is None or repeat.finish(repeat.address, self.stream, count):
             return False
-        self.settle(repeat.words.tolist())
+        self.note(repeat.words)
         self.release()
         return True
+
+    def note(self, words) -> None:
+        """``settle`` of words without an overflow."""
+        for need in self.needs:
+            need.num_bytes = spill_need_bytes(max(words))
 
     def prepare(self, call: Call) -> None:
         """Before anything of the call is queued."""

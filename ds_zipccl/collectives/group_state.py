@@ -232,7 +232,7 @@ class GroupState:
         """``complete`` for a call of ``Repeats.again``, where the words of all ranks are there, no frame overflowed, and the current stream
         is the one it was launched on; False: it is as it was."""
         flight = pending.flight
-        if streams.current(flight.device) != flight.stream:
+        if streams.of_device(self._device.index) != flight.stream:
             return False
         with self._lock:
             if pending.settled:

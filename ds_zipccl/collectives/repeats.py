@@ -15,10 +15,13 @@ from ds_zipccl.collectives.cost import ZIPPED
 from ds_zipccl.collectives.flight import Flight
 from ds_zipccl.collectives.launch import Kind
 from ds_zipccl.collectives.registry import Call
+from ds_zipccl.collectives.switch import MAX_SIZES
 from ds_zipccl.collectives.work import Pending, ZipWork
 from ds_zipccl.kernels.launch_calls import NOT_SO, refused
 
 MAX_KNOWN = 4096
+#: So many calls of ``again`` may be in flight before one is settled ahead of its ``wait()``: what overflows is sent again a little later.
+FEW = 8
 #: Whether there are calls for ``Repeats.again``.
 AGAIN = os.environ.get("ZIPCCL_AGAIN", "0") not in ("", "0")
 
@@ -27,21 +30,23 @@ class Repeat:
     """A zipped call of one dense tensor to another, on a GPU. ``states``: of its group. ``capacity``: None: of a collective that has more
     than one class, or other things to do before its launch. ``box``: None: not for ``again``."""
     __slots__ = ("kind", "state", "group", "states", "index", "numel", "dtype", "reduce_op", "root", "always", "shapes", "name", "capacity",
-                 "stream", "room", "flight_key", "box", "backend", "rooms", "workspace", "stats", "pairwise", "op")
+                 "stream", "room", "flight_key", "box", "backend", "rooms", "workspace", "stats", "pairwise", "op", "choice", "num_changes")
 
     def __init__(self, call: Call, kind: Kind, flight: Flight, states: dict, group: weakref.ref):
         data, out = call.input, call.output
         self.kind, self.state, self.states, self.group = kind, kind.state, states, group
         self.index, self.numel, self.dtype = data.get_device(), out.numel(), out.dtype
-        self.reduce_op, self.root, self.always = call.reduce_op, call.root, kind.launch.choice == "always"
+        trial = kind.launch.trial                                       # a probe: without a choice, and without classes of its group's
+        self.reduce_op, self.root, self.always = call.reduce_op, call.root, trial or kind.launch.choice == "always"
         self.shapes, self.capacity, self.name, self.pairwise = kind.shapes, None, None, kind.spec.pairwise
         self.flight_key, (_, self.stream, _) = flight.key, flight.key
-        if not flight.two_phases and not self.pairwise:
+        if not (flight.two_phases or self.pairwise or trial):
             (self.room,) = flight.key[2]
             (*name, _), = kind.classes
             self.name = tuple(name)
             self.capacity = self.state.capacities[self.name]
-        self.rooms, self.workspace, self.stats, self.op = flight.rooms, kind.launch.workspace, kind.launch.stats, call.op
+        self.rooms, self.workspace, self.stats, self.op = () if trial else flight.rooms, kind.launch.workspace, kind.launch.stats, call.op
+        self.choice, self.num_changes = None, -1                        # found to hold when the switch had changed its mind so often
         self.box = self.state.side.ring_box() if AGAIN and flight.repeats_whole else None
         # Nothing else here keeps the group's communicators alive, and this goes with the group.
         self.backend = None if self.box is None else transport.direct(call.group, call.device)
@@ -54,11 +59,12 @@ class Repeats:
         self._known: dict[tuple, Repeat] = {}
         self._reprobe_calls, self.num_again = reprobe_calls, 0
 
-    def again(self, call: Call) -> ZipWork | None:
-        """Launches the call, and counts it, where nothing but to queue it is to be done; None: ask ``launch``, nothing has happened."""
+    def again(self, call: Call, known: Repeat | None = None) -> ZipWork | None:
+        """Launches the call, and counts it, where nothing but to queue it is to be done; None: ask ``launch``, nothing has happened.
+        ``known``: from ``known_as`` for such a call; by default the one that was remembered."""
         data, out = call.input, call.output
         try:
-            known = self._known.get((call.op, data.numel(), data.dtype, id(call.group)))
+            known = known or self._known.get((call.op, data.numel(), data.dtype, id(call.group)))
         except AttributeError:                                          # lists
             return None
         if (known is None or known.box is None or out.numel() != known.numel or out.dtype is not known.dtype
@@ -68,17 +74,24 @@ class Repeats:
                 or known.shapes is not None and known.shapes != (out.shape, data.shape)):
             return None
         state, kind, box = known.state, known.kind, known.box
-        if state.in_flight:
-            state.advance()
+        in_flight = state.in_flight
+        for pending in in_flight:
+            if pending.flight is None or pending.handle() is None or len(in_flight) >= FEW:
+                state.advance()
+                break
         measured = None
         if not known.always:
-            choice = kind.choice
-            if choice is None or choice.way != ZIPPED:
+            choice, reprobe = kind.choice, self._reprobe_calls
+            if choice is None:
                 return None
-            measured, reprobe = choice.measured, self._reprobe_calls
-            if measured.costs is not choice.costs or reprobe and (measured.num_calls + 1) % reprobe == 0:
-                return None
-            if not known.pairwise and (choice.spill != known.room or choice.room != known.name or measured.ways.get(choice.size) != ZIPPED):
+            measured = choice.measured
+            if choice is not known.choice or measured.num_changes != known.num_changes:         # as ``Choice.holds``
+                if choice.way != ZIPPED or measured.costs is not choice.costs or not known.pairwise and (
+                        choice.spill != known.room or choice.room != known.name or measured.ways.get(choice.size) != ZIPPED
+                        or len(measured.ways) >= MAX_SIZES):
+                    return None
+                known.choice, known.num_changes = choice, measured.num_changes
+            if reprobe and (measured.num_calls + 1) % reprobe == 0:
                 return None
         for capacity, room in known.rooms:
             if (capacity.calls_left_out or capacity.spill_per_tile != room or capacity.is_forgotten
@@ -115,13 +128,14 @@ class Repeats:
             state.capacities[known.name] = state.capacities.pop(known.name)         # the one used last
         pending = Pending.of_flight(flight, state, count)
         state.add(pending)
-        work = ZipWork(pending, state)
+        work = ZipWork.of(pending, state)
         self.num_again += 1
         flight.launched_at = time.monotonic()
         if known.stats is not None:
             known.stats.zipped(known.op, flight.raw_bytes, flight.wire_bytes)
         for capacity, _ in known.rooms:
-            capacity.look_ahead()
+            if len(capacity.under_way) >= LAG:
+                capacity.look_ahead()
         return work
 
     def launch(self, call: Call) -> tuple[Kind | None, Flight | None]:
@@ -163,7 +177,7 @@ class Repeats:
 
     def remember(self, call: Call, kind: Kind, flight: Flight, states: dict) -> None:
         """After such a call was launched. ``states``: of the call's group, by device type."""
-        if not kind.on_gpu or flight.key is None or isinstance(call.input, tuple) or isinstance(call.output, tuple):
+        if not _may_be_known(call, kind, flight):
             return
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
@@ -171,10 +185,19 @@ class Repeats:
         group = weakref.ref(call.group, lambda ended: known.pop(key, None) if _is_of(known.get(key), ended) else None)
         known[key] = Repeat(call, kind, flight, states, group)
 
+    @staticmethod
+    def known_as(call: Call, kind: Kind, flight: Flight, states: dict) -> Repeat | None:
+        """The same for who remembers it himself."""
+        return Repeat(call, kind, flight, states, weakref.ref(call.group)) if _may_be_known(call, kind, flight) else None
+
     def forget(self, state) -> None:
         """Those of a group that ends."""
         for key in [key for key, known in self._known.items() if known.state is state]:
             del self._known[key]
+
+
+def _may_be_known(call: Call, kind: Kind, flight: Flight) -> bool:
+    return kind.on_gpu and flight.key is not None and not isinstance(call.input, tuple) and not isinstance(call.output, tuple)
 
 
 def _is_of(known: Repeat | None, group: weakref.ref) -> bool:

@@ -285,7 +285,7 @@ class Runtime:
             return None
         if choice != "always" and spec.reduces and call.world_size > 2 and self.config.deterministic_reduce:
             return "deterministic_reduce"
-        kinds: list[tuple[Call, Kind]] = []
+        kinds: dict[int, tuple] = {}
         run_zipped = functools.partial(self._run_to_end, spec, state=state, kinds=kinds)
         choose = switch.choose_for_pairs if spec.pairwise else switch.choose
         way = choose(spec, call, run_zipped, state, self.config, router)
@@ -363,25 +363,26 @@ class Runtime:
         flight.outputs, flight.store, flight.op = outputs, store, op
         pending = Pending.of_flight(flight, state)
         state.add(pending)
-        return ZipWork(pending, state)
+        return ZipWork.of(pending, state)
 
     def _counted(self, flight: Flight, work: ZipWork) -> ZipWork:
         self.stats.zipped(flight.op, flight.raw_bytes, flight.wire_bytes)
         return work
 
-    def _run_to_end(self, spec: CollectiveSpec, call: Call, state: GroupState, kinds: list[tuple[Call, Kind]]) -> bool:
+    def _run_to_end(self, spec: CollectiveSpec, call: Call, state: GroupState, kinds: dict[int, tuple]) -> bool:
         """A zipped call that is not counted and leaves no trace in the capacities, for probes; False where it is none. ``kinds``: of the
-        probes so far: one that is repeated must cost what a repeated call costs, not what a first one does."""
+        probes so far, by id: one that is repeated must cost what a repeated call costs, not what a first one does."""
+        kind, known = kinds.get(id(call), (None, None))
+        if known is not None and (work := self.again(call, known)) is not None:
+            return work.wait()
         self._known_kind(self._key(call), call)     # finding out how a call goes is part of its price
-        kind = next((kind for known, kind in kinds if known is call), None)
         state.settle()                              # what is sent again must not come between
-        if kind is None:
-            kind = Kind(spec, self._launch(spec, call, state, trial=True))
-            kinds.append((call, kind))
+        kind = kind or Kind(spec, self._launch(spec, call, state, trial=True))
         flight = launching.start(spec, call, kind.launch, kind)
         if isinstance(flight, str):
             return False
         Pending.of_flight(flight, state).finish()
+        kinds[id(call)] = kind, known or self.repeats.known_as(call, kind, flight, self._groups[call.group.group_name])
         return True
 
 

@@ -92,14 +92,14 @@ class Measured:
     """What the switch knows of one collective and dtype on a group.
 
     ``num_calls``: that were eligible. ``ways``: of sizes that were not native last time: what all ranks carried out together.
-    ``quiet_until``: so many calls, after which the next one may have to measure.
+    ``quiet_until``: so many calls, after which the next one may have to measure. ``num_changes``: of costs and ways.
     """
-    __slots__ = ("_costs", "num_calls", "ways", "quiet_until", "_known_native", "_gains")
+    __slots__ = ("_costs", "num_calls", "ways", "quiet_until", "num_changes", "_known_native", "_gains")
 
     def __init__(self, costs: Costs | None = None, num_calls: int = 0):
         self._costs, self.num_calls = costs, num_calls
         self.ways: dict[tuple, str] = {}
-        self.quiet_until, self._known_native = math.inf, None
+        self.quiet_until, self._known_native, self.num_changes = math.inf, None, 0
         self._gains: tuple[Costs | None, dict[tuple, dict]] = (None, {})           # found with these costs
 
     @property
@@ -108,7 +108,7 @@ class Measured:
 
     @costs.setter
     def costs(self, costs: Costs | None) -> None:
-        self._costs = costs
+        self._costs, self.num_changes = costs, self.num_changes + 1
         self.forget_native()
 
     def remember_native(self, table: dict, reprobe_calls: int) -> None:
@@ -143,6 +143,9 @@ class Measured:
         way = fastest(self.gains(num_bytes, ratio, native_bytes), self.ways.get(size, NATIVE), natively)
         if len(self.ways) >= MAX_SIZES:
             self.ways.clear()
+            self.num_changes += 1
+        if way != self.ways.get(size, NATIVE):
+            self.num_changes += 1
         if way == NATIVE:
             self.ways.pop(size, None)
         else:

@@ -16,7 +16,13 @@ class Pending:
     Life: launched -> settled (the status words are known; what overflowed has been sent again) -> finished (output
     filled, or failed for good: ``failure`` is then what every wait raises).
     """
-    flight = count = None           # see ``of_flight``
+    flight = count = None                       # see ``of_flight``
+    two_phases = settled = finished = False
+    failure: BaseException | None = None
+    handle = None                               # weak reference to the caller's Work
+    num_looks = 0                               # of the watch, while nobody settled it
+    _seen: list[int] | None = None
+    _queued = None                              # GPU: the stream on which something was queued last for this call
 
     def __init__(self, *, words: torch.Tensor, status_work: dist.Work, payload_work: dist.Work, finish, on_words, release,
                  outputs: tuple[torch.Tensor, ...] = (), two_phases: bool = False, streams_of=None):
@@ -24,21 +30,19 @@ class Pending:
         group's state, whose GPU streams ``status_stream`` (on which status words are waited for) and ``resend_stream`` are used."""
         self._words, self._status_work, self._payload_work = words, status_work, payload_work
         self._streams_of, self.two_phases = streams_of, two_phases
-        self._seen: list[int] | None = None
         self._finish, self._on_words, self._release = finish, on_words, release
         self.outputs = outputs
-        self.settled = self.finished = False
-        self.failure: BaseException | None = None
         self._look = getattr(words, "at_once", None)         # the words without waiting for anything, or None
-        self._queued = None           # GPU: the stream on which something was queued last for this call
-        self.handle = None            # weak reference to the caller's Work
-        self.num_looks = 0            # of the watch, while nobody settled it
 
     @classmethod
     def of_flight(cls, flight, state, count: int | None = None) -> "Pending":
         """Of a launch.Flight. ``count``: of the exchange, where ``GroupState.finish_at_once`` may be asked."""
-        self = cls(words=flight.words, status_work=flight.words, payload_work=flight, finish=flight.finish, on_words=flight.on_words,
-                   release=flight.release, outputs=flight.outputs, two_phases=flight.two_phases, streams_of=state)
+        self, words = cls.__new__(cls), flight.words
+        self._words = self._status_work = words
+        self._payload_work, self._streams_of, self.outputs, self._look = flight, state, flight.outputs, words.at_once
+        self._finish, self._on_words, self._release = flight.finish, flight.on_words, flight.release
+        if flight.two_phases:
+            self.two_phases = True
         if count is not None:
             self.flight, self.count = flight, count
         return self
@@ -146,10 +150,12 @@ class ZipWork(dist.Work):
     dropped handle is completed by the next call on the group. ``get_future()``: completed by a thread of the group's.
     """
 
-    def __init__(self, pending: Pending, state):
-        super().__init__()
+    @classmethod
+    def of(cls, pending: Pending, state) -> "ZipWork":
+        self = cls()
         self._pending, self._state = pending, state
         pending.handle = weakref.ref(self)
+        return self
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         pending = self._pending

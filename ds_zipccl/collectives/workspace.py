@@ -51,8 +51,15 @@ class Workspace:
 
     def take_flight(self, key: tuple):
         """An idle flight of this kind, or None. What it holds is the caller's until ``give_flight``."""
-        stack = self._idle.get(key)
-        return self._pop(key, stack[-1].num_bytes) if stack else None
+        with self._lock:
+            stack = self._idle.get(key)
+            if not stack:
+                return None
+            flight = stack.pop()
+            self.held_bytes -= flight.num_bytes
+            if not stack:
+                del self._idle[key]
+            return flight
 
     def give_flight(self, key: tuple, flight) -> None:
         """Its ``num_bytes``, the same for all of the kind, count as idle from now on."""

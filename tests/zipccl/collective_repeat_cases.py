@@ -279,7 +279,7 @@ def case_probes_are_not_counted_as_calls(rank, world):
         measured.costs = Costs(Curve((1, 2), (1.0, 2.0)), Curve((1, 2), (5.0, 10.0)), 1.41)
         for count in (1, 2):                # the second time it is known
             assert not begin(live, call)[1] and measured.num_calls == count
-        kinds = []
+        kinds = {}
         for _ in range(3):
             assert live._run_to_end(specs()[AG], call, state, kinds)
         assert measured.num_calls == 2 and len(kinds) == 1

@@ -29,7 +29,8 @@ class Gpu:
     def __init__(self):
         self.current, self.seen, self.host, self.log, self.handles = 0, {}, set(), [], itertools.count(100)
         self._kept, self.events, self.storages, self.posts, self.told = {}, {}, {}, False, {}
-        self.is_prepared, self.num_prepared, self.num_sent, self.sends, self.watched, self.box = False, 0, 0, False, [], None
+        self.is_prepared, self.num_prepared, self.num_sent, self.sends, self.watched = False, 0, 0, False, []
+        self.box, self.captures = None, 0
 
     def address(self, tensor):
         storage = tensor.untyped_storage()
@@ -190,11 +191,15 @@ def prepared(gpu, library):
         where[0] = 1 + streams.current_device()
         return 0
 
+    def is_capturing(stream, status):
+        status[0] = gpu.captures
+        return 0
+
     p, i, u = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
     signatures = ((encode, (p, p, i, p, i, i, i, p, p, p, u, p)), (decode, (p, p, i, p, i, i, i, p, p)),
                   (decode, (p, p, i, i, p, i, p, p, p)), (record, (p, p)), (wait, (p, p, u)),
                   (copy, (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, p)), (context, (ctypes.POINTER(p),)),
-                  (lambda stream, status: 0, (p, ctypes.POINTER(ctypes.c_int))))
+                  (is_capturing, (p, ctypes.POINTER(ctypes.c_int))))
     return LaunchCalls(library, *[ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(function) for function, arguments in signatures])
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from ds_zipccl.codec.codec import Codec
-from ds_zipccl.codec.format import OVERFLOW_BIT
+from ds_zipccl.codec.format import OVERFLOW_BIT, SPILL_SHIFT
 from ds_zipccl.collectives import nccl_direct, plans, streams
 from ds_zipccl.collectives.plans import Plan, Recipe, Rows, Transfer, exchange
 from ds_zipccl.errors import KernelError
-from ds_zipccl.kernels import loader
+from ds_zipccl.kernels import launch_calls, loader
 from ds_zipccl.kernels.cuda_calls import CudaCalls
-from ds_zipccl.kernels.launch_calls import LaunchCalls
+from ds_zipccl.kernels.launch_calls import NOT_SO, LaunchCalls
 from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.emulated import compile_for_host
 
@@ -60,8 +60,9 @@ def gpu(codec_library, monkeypatch):
         (context, (ctypes.POINTER(p),)), (is_capturing, (p, ctypes.POINTER(ctypes.c_int))))]
     functions = [getattr(codec_library, name) for name in ("zipccl_cuda_encode_telling", "zipccl_cuda_decode", "zipccl_cuda_decode_reduce")]
     workspace, gpu.unread = torch.zeros(4096, dtype=torch.int64, device=CPU), torch.zeros(1, dtype=torch.int32, device=CPU)
-    gpu.launcher = SimpleNamespace(launch_calls=LaunchCalls(codec_library, *functions, *driver), workspace=lambda *_: workspace.data_ptr(),
-                                   unread_word=lambda index: gpu.unread.data_ptr())
+    gpu.launcher = SimpleNamespace(workspace=lambda *_: workspace.data_ptr(), unread_word=lambda index: gpu.unread.data_ptr())
+    gpu.remake = lambda: setattr(gpu.launcher, "launch_calls", LaunchCalls(codec_library, *functions, *driver))
+    gpu.remake()
     monkeypatch.setattr(streams, "current", lambda device: STREAM)
     handles = iter(range(77, 88))
     monkeypatch.setattr(plans.streams, "Mark", lambda device: SimpleNamespace(handle=next(handles)))
@@ -230,6 +231,58 @@ def test_a_call_with_its_payload(gpu):
                            *([] if in_place else [("wait", DECODES, encoded), ("copy", 2 * N, DECODES)]),
                            ("wait", DECODES, arrived), ("record", 88, DECODES)]
         assert one.mail.tolist() == [5, 7 << 32 | int(one.status), 5]
+
+
+@pytest.mark.parametrize("by_ctypes", [False, True])
+def test_a_call_and_its_end_by_one_call_of_c_each(gpu, by_ctypes, monkeypatch):
+    """Of rank 1 of two, whose peer's frame and word are there; and what is not so, when nothing is done."""
+    if by_ctypes:
+        monkeypatch.setattr(launch_calls.sys, "implementation", SimpleNamespace(name="another"))
+        gpu.remake()
+    frames, memory = codec().empty_frames(2, CPU), torch.zeros(4 * N, dtype=BF, device=CPU)
+    codec().encode(data(0, 1, N), frames[:1], torch.zeros(1, dtype=torch.int32, device=CPU))
+    recipe = Recipe([Rows(codec(), frames[1:])], [Rows(codec(), frames, 1)], copy=(0, N, N), own_in_place=True,
+                    payload=(Transfer(frames[1], frames),))
+    one = Rank(gpu, recipe, memory[:N], memory[2 * N:])
+    depth, ring, mark = 4, torch.zeros(8, dtype=torch.int64, device=CPU), torch.zeros(1, dtype=torch.int64, device=CPU)
+    repeat = one.plan.repeat(launch_calls.Ring(ring.data_ptr(), ring.data_ptr(), mark.data_ptr(), depth, 2, 1))
+    at, whole = memory.data_ptr(), memory[2 * N:].view(2, N)
+
+    def fire(count, x=0, out=2):
+        return repeat.fire(repeat.address, COMMUNICATOR, at + int(2 * N * x), at + int(2 * N * out), count)
+
+    for count in (0, 5, (1 << 32) - 1):
+        place, stamp = 2 * (count % depth), count % ((1 << 32) - 1) + 1
+        one.x.copy_(data(count % 7, N))
+        gpu.log.clear()
+        assert fire(count) == 0 and same(whole, torch.stack([data(0, N), one.x]))
+        assert [entry[0] for entry in gpu.log] == ["record", "wait", "ncclAllGather", "record", "wait", "copy", "wait", "record"]
+        said = [value % (1 << 64) for value in ring.tolist()]
+        assert said[place + 1] == stamp << 32 | int(one.status) and said.count(said[place + 1]) == 1
+        for missing in (0, stamp - 1 << 32 | 9, stamp << 32 | OVERFLOW_BIT, stamp << 32 | 1 << 31):
+            ring[place] = missing - (1 << 64) * (missing >> 63)
+            assert repeat.finish(repeat.address, STREAM, count) == NOT_SO and gpu.log[-1][0] == "record" and int(mark) != count + 1
+        ring[place] = (stamp << 32 | 3 << SPILL_SHIFT) - (1 << 64) * (stamp >> 31)
+        gpu.context = 56
+        assert repeat.finish(repeat.address, STREAM, count) == NOT_SO and gpu.log[-1][0] == "record"
+        gpu.context = 55
+        assert repeat.finish(repeat.address, STREAM + 1, count) == 0 and gpu.log[-1] == ("wait", STREAM + 1, 88)
+        assert list(repeat.words) == [3 << SPILL_SHIFT, int(one.status)] and int(mark) == count + 1
+    gpu.log.clear()
+    before = ring.tolist()
+    assert fire(1, x=2) == fire(1, x=2.5) == fire(1, x=1.5) == fire(1, x=3.5) == NOT_SO, "they share memory"
+    gpu.context = 56
+    assert fire(1) == NOT_SO, "another device"
+    gpu.context, gpu.captures = 55, 1
+    assert fire(1) == NOT_SO and gpu.log == [] and ring.tolist() == before
+    gpu.captures = 0
+    one.x.copy_(data(4, N))
+    memory[3 * N:] = one.x
+    assert fire(1, x=3) == 0 and same(whole, torch.stack([data(0, N), data(4, N)])), "in place"
+    gpu.nccl_refuses = 5
+    assert fire(2) == -6
+    with pytest.raises(KernelError, match="ncclResult 5"):
+        launch_calls.refused(-6)
 
 
 def test_a_payload_for_each_peer(gpu):

@@ -42,7 +42,7 @@ def make(state, word=0, resend=lambda: None, finish=lambda: None, status_work=DO
     overflows = bool(word & OVERFLOW_BIT)
     pending = Pending(words=words, status_work=status_work, payload_work=DONE, release=lambda: None, streams_of=state,
                       on_words=lambda words: resend() if overflows else None, finish=lambda: None if overflows else finish())
-    work = ZipWork(pending, state)
+    work = ZipWork.of(pending, state)
     state.add(pending)
     return work
 

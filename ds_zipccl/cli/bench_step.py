@@ -1,4 +1,5 @@
 """``ds_zipccl bench step``: whole DeepSpeed training steps, native against ours, over one transport after another."""
+import argparse
 import contextlib
 import itertools
 import json
@@ -6,7 +7,6 @@ import os
 import sys
 import tempfile
 import time
-from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -182,7 +182,9 @@ def _collectives(args, size: int = 64 << 20) -> dict[str, float]:
     """Microseconds of "native all_gather_into_tensor", "ours all_gather_into_tensor" and so on, alone, of tensors of one size; of
     "one_sided ..." where a run may go so."""
     size = size if args.device == "cuda" else 4 << 20
-    settings = Namespace(device=args.device, dtype="bf16", iters=11, calls=1)
+    parser = argparse.ArgumentParser()
+    bench_collectives.add_arguments(parser)
+    settings = parser.parse_args(["--device", args.device])
     transports = {"ours": "process_group"}
     if args.device == "cuda" and any("transport" in (RUNS[name].zipccl or {}) for cell in _cells(args) for name in cell.runs):
         transports["one_sided"] = "symmetric_memory"

@@ -61,18 +61,9 @@ __device__ __forceinline__ u32 frame_of(const Carried& m, u32 piece) {
 
 // All threads of the CTA; `to` is aligned to 16 bytes.
 __device__ __forceinline__ void copy_piece(u8* to, const u8* from, i64 num_bytes) {
-    constexpr u32 kAhead = 8;
     const u32 wide = (u32)(num_bytes / 16), step = blockDim.x;
     if (is_aligned(from, 16)) {
-        for (u32 i = threadIdx.x; i < wide; i += kAhead * step) {
-            uint4 v[kAhead];
-#pragma unroll
-            for (u32 k = 0; k < kAhead; k++)
-                if (i + k * step < wide) v[k] = ((const uint4*)from)[i + k * step];
-#pragma unroll
-            for (u32 k = 0; k < kAhead; k++)
-                if (i + k * step < wide) ((uint4*)to)[i + k * step] = v[k];
-        }
+        copy_wide<8>(to, from, wide, threadIdx.x, step);
     } else {
         for (u32 i = threadIdx.x; i < wide; i += step) {
             const u16* p = (const u16*)(from + 16 * (i64)i);

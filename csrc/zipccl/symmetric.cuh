@@ -104,11 +104,10 @@ __device__ __forceinline__ void wait_until(const Turn& t, const u64* word, u64 m
     }
 }
 
-// 16 bytes at a time where both are aligned: whole numbers of elements, of at least two bytes. Thread `first` of `step`.
-__device__ __forceinline__ void copy_bytes(u8* to, const u8* from, i64 num_bytes, i64 first, i64 step) {
-    constexpr u32 kAhead = 4;
-    const i64 wide = is_aligned(from, 16) && is_aligned(to, 16) ? num_bytes / 16 : 0;
-    for (i64 i = first; i < wide; i += kAhead * step) {
+// `wide` times 16 bytes, aligned to as many, `kAhead` of them on their way. Thread `first` of `step`.
+template <u32 kAhead, class Number>
+__device__ __forceinline__ void copy_wide(u8* to, const u8* from, Number wide, Number first, Number step) {
+    for (Number i = first; i < wide; i += kAhead * step) {
         uint4 v[kAhead];
 #pragma unroll
         for (u32 k = 0; k < kAhead; k++)
@@ -117,6 +116,12 @@ __device__ __forceinline__ void copy_bytes(u8* to, const u8* from, i64 num_bytes
         for (u32 k = 0; k < kAhead; k++)
             if (i + k * step < wide) ((uint4*)to)[i + k * step] = v[k];
     }
+}
+
+// 16 bytes at a time where both are aligned: whole numbers of elements, of at least two bytes. Thread `first` of `step`.
+__device__ __forceinline__ void copy_bytes(u8* to, const u8* from, i64 num_bytes, i64 first, i64 step) {
+    const i64 wide = is_aligned(from, 16) && is_aligned(to, 16) ? num_bytes / 16 : 0;
+    copy_wide<4>(to, from, wide, first, step);
     for (i64 i = wide * 8 + first; i < num_bytes / 2; i += step) ((u16*)to)[i] = ((const u16*)from)[i];
 }
 

@@ -1,11 +1,13 @@
 """Native calls by the group's own method: the same as by torch's functions for all who look, or left to these."""
 import logging
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import c10d_logger
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import ProcessGroup, c10d_logger
 from torch.distributed import distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -88,6 +90,21 @@ def test_the_dispatcher_sees_the_same(world, op, fields, async_op):
             assert work is not ASK and (work is not None) == bool(async_op)
             seen.append((type(work), mode.calls))
     assert len(seen[0][1]) == 1 and all(each == seen[0] for each in seen[1:])
+
+
+@DEPRECATED
+@pytest.mark.parametrize("op", FIELDS)
+def test_profilers_and_fake_tensors_see_the_same(world, op):
+    out, data = tensors(op)
+    names = []
+    for way in (natively, direct):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            way(op, out, data, world, False, FIELDS[op][0])
+        names.append([event.name for event in profile.events()])
+        with FakeTensorMode() as mode:
+            fake = mode.from_tensor(out), mode.from_tensor(data)
+            assert isinstance(way(op, *fake, world, True, FIELDS[op][0]), dist.Work)
+    assert names[0] == names[1] and names[0]
 
 
 def method_of(op: str) -> str:
@@ -262,3 +279,29 @@ def test_a_front_launches_so_what_it_knows(world, monkeypatch):
     with Watching():
         assert isinstance(front.run(live, Call("all_gather_into_tensor", out, data, world), native), dist.Work)
     assert len(asked) == 2 and live.stats.snapshot()["all_gather_into_tensor"]["calls_native"] == 4
+
+
+@DEPRECATED
+def test_a_real_backend_refuses_the_same_in_the_same_words(tmp_path):
+    """Of wrong sizes and devices, which may come once a size is known: the error is what torch raises."""
+    backend = dist.ProcessGroupGloo(dist.FileStore(str(tmp_path / "store"), 1), 0, 1, timedelta(seconds=20))
+    group = ProcessGroup(dist.FileStore(str(tmp_path / "other"), 1), 0, 1)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
+    group._set_group_name("alone")
+    whole, refused = torch.randn(8), 0
+    wrong = {"all_gather_into_tensor": [(torch.zeros(7), whole), (torch.zeros(8, device="meta"), whole), (torch.zeros(16)[::2], whole)],
+             "all_to_all_single": [(torch.zeros(7), whole)],
+             "all_reduce": [(torch.zeros(16)[::2], None), (torch.zeros(8, device="meta"), None)], "broadcast": [(whole.to_sparse(), None)]}
+    for op, calls in wrong.items():
+        for out, data in calls:
+            said = []
+            for way in (natively, direct):
+                try:
+                    said.append(way(op, out, data, group, False, FIELDS[op][0]))
+                except Exception as error:
+                    said.append((type(error), str(error)))
+            assert said[0] == said[1], op
+            refused += said[0] is not None
+    assert refused > 2
+    right = torch.zeros(8)
+    assert LAUNCHES["all_gather_into_tensor"](right, whole, group, False) is None and torch.equal(right, whole)

@@ -74,13 +74,13 @@ def _from_one_to_another(name: str, method: str, prepared: tuple, reduces: type 
             group = c10d._world.default_pg
         try:
             work = getattr(group, method)(out, data, *more, given[1 if async_op else 0])
+            if async_op:
+                return work
+            if work is not None:
+                work.wait()
         except Exception as error:
             _log(name, error, group)
             raise
-        if async_op:
-            return work
-        if work is not None:
-            work.wait()
         return None
 
     return launch if _is_torchs(seen) and _is_torchs(seen_inner) else ask
@@ -101,13 +101,13 @@ def _in_place(name: str, prepare: Callable[..., tuple]) -> Callable:
             group = c10d._world.default_pg
         try:
             work = getattr(group, method)([tensor], given[1 if async_op else 0])
+            if async_op:
+                return work
+            if work is not None:
+                work.wait()
         except Exception as error:
             _log(name, error, group)
             raise
-        if async_op:
-            return work
-        if work is not None:
-            work.wait()
         return None
 
     return launch if _is_torchs(seen) else ask

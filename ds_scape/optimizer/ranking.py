@@ -87,7 +87,7 @@ def choose_passing(ways: list[tuple], passing, flats: list[FlatState], step: int
     starts, numel, most = {}, 0, slice_for(sum(flat.copies.numel() for flat in flats))
     for i, flat in enumerate(flats):
         starts[i], numel = numel, numel + (0 if flat.layout.is_full else flat.layout.partition_numel)
-    bits = torch.zeros(-(-numel // 8), dtype=torch.uint8, device=flats[0].weight.device)
+    masks = _Whole(numel, space) if _Whole.fits(numel, ways, flats, space) else _Bits(numel, flats[0].weight.device, space, most)
     mark, by, digits = space.mark(), None, None
     for (group, span, digit), ((_, residual, last),) in zip(ways, passing, strict=True):
         flat, begin = flats[group.flat], starts[group.flat] + group.start
@@ -96,7 +96,7 @@ def choose_passing(ways: list[tuple], passing, flats: list[FlatState], step: int
             if digit == 0 and span.start == group.start:
                 digits = Digits(group.segments[0][2], residual)
             digits.look(residual, flat.square[span.start:span.stop], digit, most, span.stop == group.stop,
-                        lambda at, part, begin=begin - group.start + span.start: put_bits(bits, begin + at, part, most))
+                        lambda at, part, begin=begin - group.start + span.start: masks.put(begin + at, part))
             continue
         if len(group.pieces) == 1:
             by = residual
@@ -109,15 +109,57 @@ def choose_passing(ways: list[tuple], passing, flats: list[FlatState], step: int
         square, wanted = flat.square[group.start:group.stop], group.segments[0][2]
         if is_in_slices(group, space.has_room):
             for part in choose_in_slices(by, square, wanted, most):
-                put_bits(bits, begin, part, most)
+                masks.put(begin, part)
                 begin += len(part)
         else:
-            chosen = space.empty(group.numel, torch.bool)
+            chosen = masks.place(begin, group.numel)
             kernels.select(by, square, None, step, flat.max_age, group.segments, chosen, space.empty)
-            put_bits(bits, begin, chosen, most)
+            masks.put(begin, chosen)
         by = None
         space.release(mark)
-    return bytes_of_bits(bits, space.empty(numel, torch.bool), most)
+    return masks.all()
+
+
+class _Whole:
+    """Masks as they are found, where there is room for all of them beside what finds them."""
+
+    def __init__(self, numel: int, space: Workspace):
+        self._chosen = space.empty(numel, torch.bool)
+        self._chosen.zero_()                        # padding
+
+    @staticmethod
+    def fits(numel: int, ways: list[tuple], flats: list[FlatState], space: Workspace) -> bool:
+        needed = ((flats[group.flat].stored_residual.element_size() * group.numel if len(group.pieces) > 1 else 0,
+                   notes_bytes(group.numel, len(group.segments))) for group in {group: None for group, _, _ in ways})
+        return space.lends and all(space.has_room(numel, *sizes) for sizes in needed)
+
+    def place(self, start: int, numel: int) -> torch.Tensor:
+        return self._chosen[start:start + numel]
+
+    def put(self, start: int, chosen: torch.Tensor) -> None:
+        place = self.place(start, len(chosen))
+        if place.data_ptr() != chosen.data_ptr():
+            place.copy_(chosen)
+
+    def all(self) -> torch.Tensor:
+        return self._chosen
+
+
+class _Bits:
+    """Masks in an eighth of the memory until there is room for them."""
+
+    def __init__(self, numel: int, device: torch.device, space: Workspace, most: int):
+        self._bits = torch.zeros(-(-numel // 8), dtype=torch.uint8, device=device)
+        self._numel, self._space, self._most = numel, space, most
+
+    def place(self, start: int, numel: int) -> torch.Tensor:
+        return self._space.empty(numel, torch.bool)
+
+    def put(self, start: int, chosen: torch.Tensor) -> None:
+        put_bits(self._bits, start, chosen, self._most)
+
+    def all(self) -> torch.Tensor:
+        return bytes_of_bits(self._bits, self._space.empty(self._numel, torch.bool), self._most)
 
 
 def is_in_slices(group: Group, has_room) -> bool:

@@ -65,13 +65,15 @@ def case_offload(rank, world_size):
 
 def case_offload_for_long_enough_that_coordinates_are_overdue(rank, world_size):
     """In every way to rank: as the residuals pass or once more, by the kernels or without room for them, in slices, or as they pass again
-    and again."""
+    and again; where there is room for the masks as they are found, and where there is not."""
     for piece, dtype, slice_ in ((100, torch.float32, 64), (60, torch.bfloat16, 40), (50, torch.bfloat16, 48)):
         with mock.patch.object(ranking, "SLICE", slice_), mock.patch.object(
                 ranking, "TILE_BYTES", 1 << 20 if slice_ == 40 else ranking.TILE_BYTES), mock.patch.object(
-                ranking, "is_too_large", functools.partial(is_cut, ranking.is_too_large) if slice_ == 48 else ranking.is_too_large):
+                ranking, "is_too_large", functools.partial(is_cut, ranking.is_too_large) if slice_ == 48 else ranking.is_too_large), (
+                mock.patch.object(ranking._Whole, "fits", return_value=slice_ == 40)) as fits:
             flow, _ = _equal_to_simulation(rank, world_size, 26, densities=(0.2, 0.2, 0.1), offload=True, kernels="best", piece=piece,
                                             dtype=dtype)
+        assert fits.called
         assert flow.flats[0].stored_last_sync.device.type == "cpu" and max(int(flat.ages(26).max()) for flat in flow.flats) > 20
 
 

@@ -46,6 +46,25 @@ struct Exchange {
     i64 num_senders, num_receivers, num_groups;
 };
 
+// Calls like an earlier one, of other tensors. Places in bytes: of this rank's row in the input (-1: no sum), of its own part of the result,
+// and where that comes from. Of a repeat's exchange these, rows, out and num_receivers mean nothing.
+struct Repeat {
+    void* engine;
+    Exchange exchange;
+    i64 own, copy_to, copy_from, device;
+};
+constexpr int kNotSo = -1000;              // nothing was done
+
+inline Exchange exchange_of(const Repeat* r, const u8* x, u8* out, i64 num_receivers) {
+    Exchange e = r->exchange;
+    e.rows = x, e.out = out, e.num_receivers = num_receivers;
+    e.own = r->own < 0 ? nullptr : x + r->own;
+    e.copy_to = out + r->copy_to, e.copy_from = x + r->copy_from;
+    if (e.copy_to == e.copy_from) e.copy_bytes = 0;
+    if (!e.copy_bytes) e.copy_to = nullptr, e.copy_from = nullptr;
+    return e;
+}
+
 typedef int (*Encode)(const void* geometry, const void* x, i64 row_stride, void* frames, i64 frame_stride, i64 num_rows, i64 skip,
                       void* status, void* workspace, cudaStream_t stream);
 enum { kOwn = kNumLanes, kNumStreams };

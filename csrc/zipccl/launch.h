@@ -8,8 +8,7 @@
 #ifndef ZIPCCL_LAUNCH_H
 #define ZIPCCL_LAUNCH_H
 
-#include <cstddef>
-#include <cstdint>
+#include "python.h"
 
 namespace zipscape {
 namespace launching {
@@ -205,34 +204,15 @@ int zipccl_launch_finish(const Repeat* r, void* stream, u64 count) {
     return 0;
 }
 
-// The two as functions of Python's own kind (METH_FASTCALL), with their arguments as its ints: ctypes takes longer than what they do.
-// Python's functions come as addresses, too: PyLong_AsUnsignedLongLong, PyLong_FromLong, PyEval_SaveThread, PyEval_RestoreThread.
-struct Python {
-    unsigned long long (*as_number)(void*);
-    void* (*of_code)(long);
-    void* (*leave)();
-    void (*enter)(void*);
-};
-static Python python;
-
+// The two as Python's own functions.
 void zipccl_launch_python(const Python* functions) { python = *functions; }
-
 void* zipccl_launch_repeat_python(void*, void** arguments, ptrdiff_t) {
-    u64 a[5];
-    for (int i = 0; i < 5; i++) a[i] = python.as_number(arguments[i]);
-    void* state = python.leave();
-    const int code = zipccl_launch_repeat((const Repeat*)a[0], (void*)a[1], (const u8*)a[2], (u8*)a[3], a[4]);
-    python.enter(state);
-    return python.of_code(code);
+    return from_python<5>(arguments, [](const u64* a) {
+        return zipccl_launch_repeat((const Repeat*)a[0], (void*)a[1], (const u8*)a[2], (u8*)a[3], a[4]);
+    });
 }
-
 void* zipccl_launch_finish_python(void*, void** arguments, ptrdiff_t) {
-    u64 a[3];
-    for (int i = 0; i < 3; i++) a[i] = python.as_number(arguments[i]);
-    void* state = python.leave();
-    const int code = zipccl_launch_finish((const Repeat*)a[0], (void*)a[1], a[2]);
-    python.enter(state);
-    return python.of_code(code);
+    return from_python<3>(arguments, [](const u64* a) { return zipccl_launch_finish((const Repeat*)a[0], (void*)a[1], a[2]); });
 }
 
 }  // extern "C"

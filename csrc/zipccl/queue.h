@@ -26,6 +26,7 @@ static int wait_for(cudaStream_t, cudaEvent_t) { return num_queued++, 0; }
 static int make(cudaStream_t*, bool) { return 0; }
 static int make(cudaEvent_t*) { return 0; }
 static int is_done(cudaEvent_t) { return 1; }
+static bool may_queue(i64, cudaStream_t) { return true; }
 static void destroy(cudaStream_t*, u32, cudaEvent_t*, u32) {}
 #else
 constexpr bool kFuses = true;
@@ -45,6 +46,15 @@ static int make(cudaEvent_t* event) { return (int)cudaEventCreateWithFlags(event
 static int is_done(cudaEvent_t event) {
     const cudaError_t code = cudaEventQuery(event);
     return code == cudaSuccess ? 1 : code == cudaErrorNotReady ? 0 : -(int)code;
+}
+// Whether the device is the current one, and its stream is not captured.
+static bool may_queue(i64 device, cudaStream_t stream) {
+    int current = -1;
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    if (cudaGetDevice(&current) || current != device) return false;
+    if (!cudaStreamIsCapturing(stream, &status)) return status == cudaStreamCaptureStatusNone;
+    cudaGetLastError();                                    // the default stream's, while another one is captured: nobody else's
+    return false;
 }
 static void destroy(cudaStream_t* streams, u32 num_streams, cudaEvent_t* events, u32 num_events) {
     for (u32 i = 0; i < num_streams; i++) cudaStreamDestroy(streams[i]);

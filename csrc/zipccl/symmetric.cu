@@ -4,6 +4,7 @@
 // caller's. One call queues a whole collective: the host's time is that of its launches. Numbers of messages and their places follow from
 // the calls that were made, so they are the same on every rank.
 #include "carried.h"
+#include "python.h"
 
 #include <new>
 
@@ -242,6 +243,16 @@ int zipccl_symmetric_run(void* engine, const Exchange* exchange) {
     return 0;
 }
 
+// The same for a call like an earlier one; kNotSo where another device is current or the stream is captured.
+int zipccl_symmetric_repeat(const Repeat* r, const u8* x, u8* out, i64 num_receivers) {
+    if (!may_queue(r->device, r->exchange.stream)) return kNotSo;
+    const Exchange exchange = exchange_of(r, x, out, num_receivers);
+    return zipccl_symmetric_run(r->engine, &exchange);
+}
+void zipccl_symmetric_exchange_of(const Repeat* r, const u8* x, u8* out, i64 num_receivers, Exchange* exchange) {
+    *exchange = exchange_of(r, x, out, num_receivers);
+}
+
 // The same step by step, for ranks that take turns in one process: start, then step until it says 0 (negative: an error).
 int zipccl_symmetric_start(void* engine, const Exchange* exchange) { return start((Engine*)engine, exchange); }
 int zipccl_symmetric_step(void* engine) {
@@ -268,6 +279,17 @@ i64 zipccl_symmetric_num_queued() { return num_queued; }
 int zipccl_symmetric_join(void* engine, i64 call, cudaStream_t stream) {
     Engine* e = (Engine*)engine;
     return wait_for(stream, e->done[call % kNumDone]);
+}
+
+// Two of these as Python's own functions.
+void zipccl_symmetric_python(const Python* functions) { python = *functions; }
+void* zipccl_symmetric_repeat_python(void*, void** arguments, ptrdiff_t) {
+    return from_python<4>(arguments, [](const uint64_t* a) {
+        return zipccl_symmetric_repeat((const Repeat*)a[0], (const u8*)a[1], (u8*)a[2], (i64)a[3]);
+    });
+}
+void* zipccl_symmetric_join_python(void*, void** arguments, ptrdiff_t) {
+    return from_python<3>(arguments, [](const uint64_t* a) { return zipccl_symmetric_join((void*)a[0], (i64)a[1], (cudaStream_t)a[2]); });
 }
 
 // 1: done, 0: not yet, negative: an error.

@@ -182,6 +182,12 @@ class Router:
         self._stats.not_one_sided(spec.name, reason)
         return None
 
+    def known(self, spec: CollectiveSpec, call: Call, state) -> symmetric.Known | None:
+        """To make calls like this one, which ``run`` has just launched; None: not by one call of C."""
+        transport = None if views.averages(call) else self._opened(call.group, call.device, state).transport
+        known = getattr(transport, "known", None)
+        return known and known(_LAUNCH[spec.name], _whole(call.output), _whole(call.input))
+
     def _opened(self, group: dist.ProcessGroup, device: torch.device, state, again: bool = False) -> OneSided:
         """``again``: where there was no memory, ranks look anew whether there is some."""
         one_sided = self._groups.get(id(state))

@@ -9,13 +9,16 @@ import os
 import time
 import weakref
 
+import torch
+
 from ds_zipccl.collectives import nccl_direct, streams, transport
 from ds_zipccl.collectives.capacity import CALM_AFTER, LAG
-from ds_zipccl.collectives.cost import ZIPPED
+from ds_zipccl.collectives.cost import ONE_SIDED, ZIPPED
 from ds_zipccl.collectives.flight import Flight
 from ds_zipccl.collectives.launch import Kind
 from ds_zipccl.collectives.registry import Call
 from ds_zipccl.collectives.switch import MAX_SIZES
+from ds_zipccl.collectives.symmetric import SymmetricWork
 from ds_zipccl.collectives.work import Pending, ZipWork
 from ds_zipccl.kernels.launch_calls import NOT_SO, refused
 
@@ -27,29 +30,40 @@ AGAIN = os.environ.get("ZIPCCL_AGAIN", "0") not in ("", "0")
 
 
 class Repeat:
-    """A zipped call of one dense tensor to another, on a GPU. ``states``: of its group. ``capacity``: None: of a collective that has more
-    than one class, or other things to do before its launch. ``box``: None: not for ``again``."""
+    """A zipped call of one dense tensor to another, on a GPU. ``kind``: None: of a probe. ``states``: of its group. ``always``: the switch
+    is not asked. ``capacity``: None: of a collective that has more than one class, or other things to do before its launch. ``box``,
+    ``one_sided``: for ``again``, over the group or over symmetric memory; neither: for ``launch`` alone."""
     __slots__ = ("kind", "state", "group", "states", "index", "numel", "dtype", "reduce_op", "root", "always", "shapes", "name", "capacity",
-                 "stream", "room", "flight_key", "box", "backend", "rooms", "workspace", "stats", "pairwise", "op", "choice", "num_changes")
+                 "stream", "room", "flight_key", "box", "backend", "rooms", "workspace", "stats", "pairwise", "op", "choice", "num_changes",
+                 "one_sided", "raw_bytes")
 
-    def __init__(self, call: Call, kind: Kind, flight: Flight, states: dict, group: weakref.ref):
+    def __init__(self, call: Call, kind: Kind | None, state, states: dict, group: weakref.ref):
         data, out = call.input, call.output
-        self.kind, self.state, self.states, self.group = kind, kind.state, states, group
+        self.kind, self.state, self.states, self.group, self.op = kind, state, states, group, call.op
         self.index, self.numel, self.dtype = data.get_device(), out.numel(), out.dtype
-        trial = kind.launch.trial                                       # a probe: without a choice, and without classes of its group's
-        self.reduce_op, self.root, self.always = call.reduce_op, call.root, trial or kind.launch.choice == "always"
-        self.shapes, self.capacity, self.name, self.pairwise = kind.shapes, None, None, kind.spec.pairwise
+        self.reduce_op, self.root, self.shapes = call.reduce_op, call.root, kind and kind.shapes
+        self.capacity = self.name = self.box = self.backend = self.one_sided = self.choice = None
+        self.num_changes = -1                                           # of the switch's mind, when ``choice`` was found to hold
+
+    def over_group(self, call: Call, flight: Flight) -> "Repeat":
+        kind, launch = self.kind, self.kind.launch
+        self.always, self.pairwise = launch.trial or launch.choice == "always", kind.spec.pairwise
         self.flight_key, (_, self.stream, _) = flight.key, flight.key
-        if not (flight.two_phases or self.pairwise or trial):
+        if not (flight.two_phases or self.pairwise or launch.trial):
             (self.room,) = flight.key[2]
             (*name, _), = kind.classes
             self.name = tuple(name)
             self.capacity = self.state.capacities[self.name]
-        self.rooms, self.workspace, self.stats, self.op = () if trial else flight.rooms, kind.launch.workspace, kind.launch.stats, call.op
-        self.choice, self.num_changes = None, -1                        # found to hold when the switch had changed its mind so often
+        # A probe's classes are not its group's.
+        self.rooms, self.workspace, self.stats = () if launch.trial else flight.rooms, launch.workspace, launch.stats
         self.box = self.state.side.ring_box() if AGAIN and flight.repeats_whole else None
         # Nothing else here keeps the group's communicators alive, and this goes with the group.
         self.backend = None if self.box is None else transport.direct(call.group, call.device)
+        return self
+
+    def over_memory(self, known, always: bool, stats, raw_bytes: int) -> "Repeat":
+        self.one_sided, self.stream, self.always, self.stats, self.raw_bytes = known, known.stream, always, stats, raw_bytes
+        return self
 
 
 class Repeats:
@@ -67,12 +81,14 @@ class Repeats:
             known = known or self._known.get((call.op, data.numel(), data.dtype, id(call.group)))
         except AttributeError:                                          # lists
             return None
-        if (known is None or known.box is None or out.numel() != known.numel or out.dtype is not known.dtype
+        if (known is None or known.box is None and known.one_sided is None or out.numel() != known.numel or out.dtype is not known.dtype
                 or call.reduce_op is not known.reduce_op or call.root != known.root or call.input_splits or call.output_splits
                 or data.get_device() != known.index or out.get_device() != known.index or len(known.states) != 1
                 or not data.is_contiguous() or not out.is_contiguous() or streams.of_device(known.index) != known.stream
                 or known.shapes is not None and known.shapes != (out.shape, data.shape)):
             return None
+        if known.one_sided is not None:
+            return self._again_one_sided(known, out, data)
         state, kind, box = known.state, known.kind, known.box
         in_flight = state.in_flight
         for pending in in_flight:
@@ -138,6 +154,24 @@ class Repeats:
                 capacity.look_ahead()
         return work
 
+    def _again_one_sided(self, known: Repeat, out: torch.Tensor, data: torch.Tensor) -> SymmetricWork | None:
+        if known.state.in_flight or not known.one_sided.transport.is_open:
+            return None
+        choice = None
+        if not known.always:
+            choice = known.kind.choice
+            if choice is None or choice.way != ONE_SIDED or not choice.stands(self._reprobe_calls):
+                return None
+        work = known.one_sided.launch(out, data)
+        if work is None:
+            return None
+        if choice is not None:
+            choice.measured.count()
+        self.num_again += 1
+        if known.stats is not None:
+            known.stats.zipped(known.op, known.raw_bytes, work.sent_bytes, one_sided=True)
+        return work
+
     def launch(self, call: Call) -> tuple[Kind | None, Flight | None]:
         """(its kind, the flight, begun); without a flight: it goes zipped, and is to be launched as a call of this kind; without a kind:
         it is to be decided anew. In the order of ``Runtime.run``, since ranks may not find the same here."""
@@ -146,7 +180,9 @@ class Repeats:
             known = self._known.get((call.op, data.numel(), data.dtype, id(call.group)))
         except AttributeError:                                          # lists
             return None, None
-        if (known is None or call.group is not known.group() or out.numel() != known.numel or out.dtype is not known.dtype
+        if known is None or known.one_sided is not None:
+            return None, None
+        if (call.group is not known.group() or out.numel() != known.numel or out.dtype is not known.dtype
                 or call.reduce_op is not known.reduce_op or call.root != known.root or call.input_splits or call.output_splits
                 or data.get_device() != known.index or out.get_device() != known.index or len(known.states) != 1
                 or not data.is_contiguous() or not out.is_contiguous() or streams.is_capturing()
@@ -177,18 +213,35 @@ class Repeats:
 
     def remember(self, call: Call, kind: Kind, flight: Flight, states: dict) -> None:
         """After such a call was launched. ``states``: of the call's group, by device type."""
-        if not _may_be_known(call, kind, flight):
+        if _may_be_known(call, kind) and flight.key is not None:
+            self._keep(call, kind, kind.state, states).over_group(call, flight)
+
+    def remember_one_sided(self, call: Call, kind: Kind, states: dict, router, stats) -> None:
+        """The same of a call over symmetric memory. ``router``: one_sided.Router."""
+        if not AGAIN or not _may_be_known(call, kind):
             return
+        before = self._known.get(_key(call))
+        if before is not None and before.one_sided is not None and before.group() is call.group:
+            if before.one_sided.transport.is_open and before.stream == streams.current(call.device):
+                return                              # it was something else that kept the call from being known
+        found = router.known(kind.spec, call, kind.state)
+        if found is not None:
+            self._keep(call, kind, kind.state, states).over_memory(found, router.wanted, stats, kind.spec.raw_bytes(call))
+
+    def _keep(self, call: Call, kind: Kind, state, states: dict) -> Repeat:
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        key, known = (call.op, call.input.numel(), call.input.dtype, id(call.group)), self._known
+        key, known = _key(call), self._known
         group = weakref.ref(call.group, lambda ended: known.pop(key, None) if _is_of(known.get(key), ended) else None)
-        known[key] = Repeat(call, kind, flight, states, group)
+        known[key] = Repeat(call, kind, state, states, group)
+        return known[key]
 
     @staticmethod
     def known_as(call: Call, kind: Kind, flight: Flight, states: dict) -> Repeat | None:
-        """The same for who remembers it himself."""
-        return Repeat(call, kind, flight, states, weakref.ref(call.group)) if _may_be_known(call, kind, flight) else None
+        """For who remembers it himself."""
+        if not _may_be_known(call, kind) or flight.key is None:
+            return None
+        return Repeat(call, kind, kind.state, states, weakref.ref(call.group)).over_group(call, flight)
 
     def forget(self, state) -> None:
         """Those of a group that ends."""
@@ -196,8 +249,12 @@ class Repeats:
             del self._known[key]
 
 
-def _may_be_known(call: Call, kind: Kind, flight: Flight) -> bool:
-    return kind.on_gpu and flight.key is not None and not isinstance(call.input, tuple) and not isinstance(call.output, tuple)
+def _key(call: Call) -> tuple:
+    return call.op, call.input.numel(), call.input.dtype, id(call.group)
+
+
+def _may_be_known(call: Call, kind: Kind) -> bool:
+    return kind.on_gpu and not isinstance(call.input, tuple) and not isinstance(call.output, tuple)
 
 
 def _is_of(known: Repeat | None, group: weakref.ref) -> bool:

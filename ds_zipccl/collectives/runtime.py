@@ -130,8 +130,8 @@ class Runtime:
     def _run_one_sided(self, spec: CollectiveSpec, call: Call, state: GroupState, kind: Kind | None, key: tuple | None) -> dist.Work | None:
         """None: over the process group."""
         work = self._one_sided.run(spec, call, state)
-        if work is not None and kind is None:
-            self._new_kind(key, spec, call, state)
+        if work is not None and (kind := kind or self._new_kind(key, spec, call, state)) is not None:
+            self.repeats.remember_one_sided(call, kind, self._groups[call.group.group_name], self._one_sided, self.stats)
         return work
 
     def _remember_native(self, spec: CollectiveSpec, call: Call, reason: str, raw_bytes: int, state: GroupState | None) -> None:

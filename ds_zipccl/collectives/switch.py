@@ -50,12 +50,16 @@ class Choice(NamedTuple):
 
     def holds(self, reprobe_calls: int) -> bool:
         """For the next such call, which is then counted."""
-        measured, capacity = self.measured, self.state.capacities.get(self.room)
-        if (measured.costs is not self.costs or (None if capacity is None else capacity.spill_per_tile) != self.spill
-                or measured.ways.get(self.size) != self.way or len(measured.ways) >= MAX_SIZES or measured.is_due_next(reprobe_calls)):
+        if not self.stands(reprobe_calls):
             return False
-        measured.count()
+        self.measured.count()
         return True
+
+    def stands(self, reprobe_calls: int) -> bool:
+        """The same of one that is not counted."""
+        measured, capacity = self.measured, self.state.capacities.get(self.room)
+        return (measured.costs is self.costs and (None if capacity is None else capacity.spill_per_tile) == self.spill
+                and measured.ways.get(self.size) == self.way and len(measured.ways) < MAX_SIZES and not measured.is_due_next(reprobe_calls))
 
 
 class PairsChoice(NamedTuple):

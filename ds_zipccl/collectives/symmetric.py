@@ -19,10 +19,20 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from ds_zipccl.codec.format import DEFAULT_SPILL_PER_TILE
 from ds_zipccl.collectives import streams
-from ds_zipccl.collectives.symmetric_plan import FIRST_PART_BYTES, LAST_PART_BYTES, Plan, Row, in_turn, plan, plan_of_rows, words_bytes
+from ds_zipccl.collectives.symmetric_plan import (
+    FIRST_PART_BYTES,
+    LAST_PART_BYTES,
+    Layout,
+    Plan,
+    Row,
+    in_turn,
+    plan,
+    plan_of_rows,
+    words_bytes,
+)
 from ds_zipccl.errors import KernelError
 from ds_zipccl.kernels.geometry import Geometry
-from ds_zipccl.kernels.symmetric_calls import Exchange, Place
+from ds_zipccl.kernels.symmetric_calls import NOT_SO, Exchange, Place, Repeat, refused
 from zipscape.errors import ZipScapeError
 
 NUM_LANES = 2               # streams on which copy engines take turns: one begins while another ends
@@ -40,14 +50,20 @@ KEPT_UNASKED = 4            # who looks which are done calls CUDA: only once in 
 class SymmetricWork(dist.Work):
     """The handle of a call. ``wait`` makes the current stream wait for the result; the host waits for nothing."""
 
-    def __init__(self, transport: "SymmetricTransport", call: int, outputs: list[torch.Tensor], sent_bytes: int):
+    @classmethod
+    def of(cls, transport: "SymmetricTransport", call: int, output: torch.Tensor, sent_bytes: int) -> "SymmetricWork":
         """``sent_bytes``: of frames, to all peers."""
-        super().__init__()
-        self._transport, self._call, self._outputs, self.sent_bytes = transport, call, outputs, sent_bytes
-        self.join = functools.partial(transport.join, call)             # ``wait``, for who need not keep the outputs
+        self = cls()
+        self._transport, self._call, self._output, self.sent_bytes = transport, call, output, sent_bytes
+        return self
+
+    @property
+    def join(self):
+        """``wait``, for who need not keep the outputs."""
+        return functools.partial(self._transport.join, self._call)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self.join()
+        self._transport.join(self._call)
         return True
 
     def synchronize(self) -> None:
@@ -65,7 +81,7 @@ class SymmetricWork(dist.Work):
     def get_future(self) -> torch.futures.Future:
         future = torch.futures.Future(devices=[self._transport.device])
         self.wait()
-        future.set_result(self._outputs)
+        future.set_result([self._output])
         return future
 
 
@@ -80,11 +96,11 @@ class SymmetricTransport:
     def __init__(self, engine, workspace, rank: int, device: torch.device, world_size: int, room: int, overflows: torch.Tensor, keep_alive):
         """``workspace(stream, num_words)``: the address of encode's workspace."""
         self.device, self.rank, self.world_size = device, rank, world_size
-        self._engine, self._workspace, self._room, self._overflows, self._keep_alive = engine, workspace, room, overflows, keep_alive
+        self.engine, self._workspace, self._room, self._overflows, self._keep_alive = engine, workspace, room, overflows, keep_alive
         self._status = torch.zeros(1, dtype=torch.int32, device=device)
         self._status_at = self._status.data_ptr()
-        self._num_calls, self._ended = 0, False
-        self._kept: dict[int, tuple] = {}                   # tensors by call, of those that may not be done
+        self.num_calls, self._ended = 0, False
+        self.kept: dict[int, tuple] = {}                   # tensors by call, of those that may not be done
         self.first_bytes, self.largest_bytes = FIRST_PART_BYTES, LAST_PART_BYTES
         self.num_lanes, self.spill_per_tile = NUM_LANES, DEFAULT_SPILL_PER_TILE
         self.carried_bytes, self.carried_made_bytes = MAX_CARRIED_BYTES, MAX_CARRIED_MADE_BYTES
@@ -93,6 +109,7 @@ class SymmetricTransport:
         # Receivers wait on the GPU. However many groups do so at once, there is room beside them for what they wait for.
         self._open_here = _OPEN.setdefault(device, weakref.WeakSet())
         self._open_here.add(self)
+        _share(self._open_here)
 
     def plan(self, dtype: torch.dtype, row_numel: int, same_for_all: bool) -> Plan | None:
         """None: not even a tile of each row fits into the memory."""
@@ -116,34 +133,32 @@ class SymmetricTransport:
             copy = (0, 0, 0)
         is_carried = cut.raw_bytes <= (self.carried_bytes if made is None else self.carried_made_bytes)
         workspace = self._workspace(stream, cut.words) if cut.words else 0
-        self._engine.run(Exchange(rows, row_stride, out, out_stride, own, *copy, self.num_lanes, cut.num_parts,
+        self.engine.run(Exchange(rows, row_stride, out, out_stride, own, *copy, self.num_lanes, cut.num_parts,
                                   cut.parts, made, places, self._status_at, workspace, stream,
-                                  self.num_senders if is_carried else 0, max(1, self.num_receivers // len(self._open_here)),
+                                  self.num_senders if is_carried else 0, max(1, self.num_receivers // self.num_sharing),
                                   self.num_groups))
-        self._num_calls += 1
-        call = self._num_calls
-        self._kept[call] = tensors, others
+        self.num_calls += 1
+        call = self.num_calls
+        self.kept[call] = tensors, others, stream
         if call % KEPT_UNASKED == 0:
-            self._drop_done(stream)
-        return SymmetricWork(self, call, [tensors[0]], cut.sent_bytes * (self.world_size - 1))
+            self.drop_done(stream)
+        return SymmetricWork.of(self, call, tensors[0], cut.sent_bytes * (self.world_size - 1))
 
-    def _drop_done(self, stream: int) -> None:
+    def drop_done(self, stream: int) -> None:
         """Forgets what calls that are done used, and that of the oldest ones where too many are not: ``stream`` waits for those."""
-        calls = list(self._kept)[:-1]                       # they end in this order
-        last = next((call for call in (calls[-1], calls[len(calls) // 2], calls[0]) if self._engine.is_done(call)), 0) if calls else 0
+        calls = list(self.kept)[:-1]                       # they end in this order
+        last = next((call for call in (calls[-1], calls[len(calls) // 2], calls[0]) if self.engine.is_done(call)), 0) if calls else 0
         if not last and len(calls) >= MAX_KEPT:
             last = calls[len(calls) - MAX_KEPT]
-            self._engine.join(last, stream)
+            self.engine.join(last, stream)
             for call in range(calls[0], last + 1):
-                self._give_back(call)
+                self._give_back(call, stream)
         for call in range(calls[0] if calls else 1, last + 1):
-            self._kept.pop(call, None)
+            self.kept.pop(call, None)
 
     def all_gather(self, out: torch.Tensor, own: torch.Tensor) -> SymmetricWork | None:
         """``out`` [world_size * n] from every rank's ``own`` [n]; ``own`` may be its place in ``out``."""
-        n, item = own.numel(), own.element_size()
-        x, to = own.data_ptr(), out.data_ptr()
-        return self._run(self.plan(own.dtype, n, True), x, 0, to, n * item, (out, own), copy=(to + self.rank * n * item, x, n * item))
+        return self._run_laid_out("all_gather", out, own)
 
     def has_room(self, kinds: tuple[tuple[Geometry, bool, bool], ...]) -> bool:
         """For rows of these kinds in ``gather_rows``."""
@@ -168,16 +183,38 @@ class SymmetricTransport:
 
     def all_to_all(self, out: torch.Tensor, data: torch.Tensor) -> SymmetricWork | None:
         """``out``, ``data`` [world_size * n], equal pieces; they must not overlap."""
-        n, item = data.numel() // self.world_size, data.element_size()
-        x, to, at = data.data_ptr(), out.data_ptr(), self.rank * n * item
-        return self._run(self.plan(data.dtype, n, False), x, n * item, to, n * item, (out, data), copy=(to + at, x + at, n * item))
+        return self._run_laid_out("all_to_all", out, data)
 
     def reduce_scatter(self, out: torch.Tensor, data: torch.Tensor) -> SymmetricWork | None:
         """``out`` [n]: the sum in rank order of what ranks have for this one in ``data`` [world_size * n]; ``out`` may be this rank's
         place there."""
-        n, item = out.numel(), out.element_size()
-        x = data.data_ptr()
-        return self._run(self.plan(data.dtype, n, False), x, n * item, out.data_ptr(), 0, (out, data), own=x + self.rank * n * item)
+        return self._run_laid_out("reduce_scatter", out, data)
+
+    def _layout(self, name: str, out: torch.Tensor, data: torch.Tensor) -> Layout:
+        numel, item, world = data.numel(), data.element_size(), self.world_size
+        if name == "all_gather":
+            return Layout(self.plan(data.dtype, numel, True), 0, numel * item, -1, self.rank * numel * item, 0, numel * item)
+        cut, row = self.plan(data.dtype, numel // world, False), numel // world * item
+        if name == "all_to_all":
+            return Layout(cut, row, row, -1, self.rank * row, self.rank * row, row)
+        return Layout(cut, row, 0, self.rank * row, 0, 0, 0)
+
+    def _run_laid_out(self, name: str, out: torch.Tensor, data: torch.Tensor) -> SymmetricWork | None:
+        cut, row_stride, out_stride, own, copy_to, copy_from, copy_bytes = self._layout(name, out, data)
+        x, to = data.data_ptr(), out.data_ptr()
+        return self._run(cut, x, row_stride, to, out_stride, (out, data), own=0 if own < 0 else x + own,
+                         copy=(to + copy_to, x + copy_from, copy_bytes) if copy_bytes else (0, 0, 0))
+
+    def known(self, name: str, out: torch.Tensor, data: torch.Tensor) -> "Known | None":
+        """What it takes to make such calls again on the current stream; of flat tensors of these sizes. None: they cannot be made."""
+        cut, row_stride, out_stride, *places, copy_bytes = self._layout(name, out, data)
+        if cut is None or self._ended or torch.cuda.current_device() != self.device.index:
+            return None
+        stream, is_carried = streams.current(self.device), cut.raw_bytes <= self.carried_bytes
+        exchange = Exchange(0, row_stride, 0, out_stride, 0, 0, 0, copy_bytes, self.num_lanes, cut.num_parts, cut.parts, None, None,
+                            self._status_at, self._workspace(stream, cut.words) if cut.words else 0, stream,
+                            self.num_senders if is_carried else 0, 0, self.num_groups)
+        return Known(self, Repeat(self.engine.address, exchange, *places, self.device.index or 0), cut, stream)
 
     def join(self, call: int) -> None:
         if self._ended:
@@ -185,23 +222,26 @@ class SymmetricTransport:
         if torch.cuda.current_device() != self.device.index:            # CUDA would take its default stream
             with torch.cuda.device(self.device):
                 return self.join(call)
-        self._engine.join(call, streams.current(self.device))
-        self._give_back(call)
+        stream = streams.current(self.device)
+        self.engine.join(call, stream)
+        self._give_back(call, stream)
 
-    def _give_back(self, call: int) -> None:
-        """The memory of what it used, once the current stream waits for its end: who runs ahead of the GPU must not need more for that."""
-        tensors, others = self._kept.get(call, ((), ()))
-        for t in tensors:
-            streams.keep(t)
+    def _give_back(self, call: int, stream: int) -> None:
+        """The memory of what it used, once ``stream``, the current one, waits for its end: who runs ahead of the GPU must not need more for
+        that."""
+        tensors, others, launched_on = self.kept.get(call, _NOTHING)
         if tensors:
-            self._kept[call] = (), others
+            if stream != launched_on:               # else who launched is in charge, as natively
+                for t in tensors:
+                    streams.keep(t)
+            self.kept[call] = (), others, launched_on
 
     @property
     def is_open(self) -> bool:
         return not self._ended
 
     def is_done(self, call: int) -> bool:
-        return self._ended or self._engine.is_done(call)
+        return self._ended or self.engine.is_done(call)
 
     def close(self) -> None:
         """All ranks at the same point; waits for the calls in flight, of which none may be captured."""
@@ -212,23 +252,54 @@ class SymmetricTransport:
         """At once, on this rank alone. Memory that a call in flight uses is never freed: its kernels wait until their limit. Never raises
         for what such a limit leaves behind, a lost CUDA context: others of the group are to be ended too."""
         try:
-            is_idle = self._num_calls == 0 or self._engine.is_done(self._num_calls)
+            is_idle = self.num_calls == 0 or self.engine.is_done(self.num_calls)
         except KernelError:
             is_idle = False
         if is_idle:
             self._end()
         else:
-            _NEVER_FREED.append((self, self._engine, self._keep_alive, self._kept, self._status))
+            _NEVER_FREED.append((self, self.engine, self._keep_alive, self.kept, self._status))
 
     def _end(self) -> None:
         """Nothing is in flight: who waits for a call afterwards need not."""
         self._ended = True
         self._open_here.discard(self)
-        self._engine.close()
-        self._kept.clear()
+        _share(self._open_here)
+        self.engine.close()
+        self.kept.clear()
         self._keep_alive = None
 
 
+class Known:
+    """Calls of one kind on one stream, made again by one call of C: ``repeats.Repeats``. ``stream``: its handle."""
+    __slots__ = ("transport", "stream", "sent_bytes", "_fire", "_address", "_kept")
+
+    def __init__(self, transport: SymmetricTransport, repeat: Repeat, cut: Plan, stream: int):
+        self.transport, self.stream, self.sent_bytes = transport, stream, cut.sent_bytes * (transport.world_size - 1)
+        self._fire, self._address, self._kept = transport.engine.repeat, ctypes.addressof(repeat), (repeat, cut)
+
+    def launch(self, out: torch.Tensor, data: torch.Tensor) -> SymmetricWork | None:
+        """None: another device is current, or the stream is captured; nothing has happened."""
+        transport = self.transport
+        code = self._fire(self._address, data.data_ptr(), out.data_ptr(), max(1, transport.num_receivers // transport.num_sharing))
+        if code == NOT_SO:
+            return None
+        if code:
+            refused("call", code)
+        call = transport.num_calls = transport.num_calls + 1
+        transport.kept[call] = (out, data), (), self.stream
+        if call % KEPT_UNASKED == 0:
+            transport.drop_done(self.stream)
+        return SymmetricWork.of(transport, call, out, self.sent_bytes)
+
+
+def _share(transports) -> None:
+    """Those that are open on a device share its receivers."""
+    for transport in transports:
+        transport.num_sharing = len(transports)
+
+
+_NOTHING = (), (), 0
 _NEVER_FREED: list = []
 _OPEN: dict[torch.device, "weakref.WeakSet[SymmetricTransport]"] = {}
 

@@ -59,6 +59,18 @@ class Plan:
         return len(self.starts)
 
 
+class Layout(NamedTuple):
+    """Of a call, in bytes: strides of its rows in the input and the output; the place of this rank's row in the input (-1: no sum), of its
+    own part of the result, and of where that comes from; the part's length (0: none)."""
+    cut: Plan | None
+    row_stride: int
+    out_stride: int
+    own: int
+    copy_to: int
+    copy_from: int
+    copy_bytes: int
+
+
 class Row(NamedTuple):
     """One of several tensors of a gather: this rank's ``data`` [n], and ``out`` [world_size, n], whose rows may lie apart. ``geometry``: of
     its frame, in level 1. ``frame``: that of what ``data`` is now (uint8, aligned to 16 bytes), which may have overflowed; None: it is

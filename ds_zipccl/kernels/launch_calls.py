@@ -4,10 +4,10 @@ Knows no group.
 Addresses are of device memory, streams and events handles of the driver's, communicators of NCCL's.
 """
 import ctypes
-import sys
 from typing import NamedTuple
 
 from ds_zipccl.errors import KernelError
+from ds_zipccl.kernels import python_calls
 from ds_zipccl.kernels.cuda_calls import packed_geometry
 from ds_zipccl.kernels.geometry import Geometry
 from zipscape.errors import describe
@@ -16,16 +16,6 @@ _P, _I = ctypes.c_void_p, ctypes.c_int64
 _FROM_CODEC = ("zipccl_cuda_encode_telling", "zipccl_cuda_decode", "zipccl_cuda_decode_reduce")
 _FROM_DRIVER = ("cuEventRecord", "cuStreamWaitEvent", "cuMemcpyDtoDAsync_v2", "cuCtxGetCurrent", "cuStreamIsCapturing")
 NOT_SO = -1000            # launch.h's
-
-
-class _Definition(ctypes.Structure):
-    """CPython's PyMethodDef."""
-    _fields_ = [("name", ctypes.c_char_p), ("function", _P), ("flags", ctypes.c_int), ("doc", ctypes.c_char_p)]
-
-
-_FASTCALL = 0x80                        # METH_FASTCALL: of Python's stable interface since 3.10
-_FROM_PYTHON = ("PyLong_AsUnsignedLongLong", "PyLong_FromLong", "PyEval_SaveThread", "PyEval_RestoreThread")
-_new_function = ctypes.PYFUNCTYPE(ctypes.py_object, _P, _P, _P)(("PyCFunction_NewEx", ctypes.pythonapi))
 
 
 class _Step(ctypes.Structure):
@@ -91,12 +81,8 @@ class LaunchCalls:
             function = getattr(library, f"zipccl_launch_{name}")
             function.argtypes, function.restype = arguments, ctypes.c_int
             setattr(self, name, function)
-        if sys.implementation.name == "cpython":
-            python = (_P * len(_FROM_PYTHON))(*[ctypes.cast(getattr(ctypes.pythonapi, name), _P) for name in _FROM_PYTHON])
-            library.zipccl_launch_python(python)
-            self._definitions = [_Definition(name, ctypes.cast(getattr(library, f"zipccl_launch_{name.decode()}_python"), _P), _FASTCALL)
-                                 for name in (b"repeat", b"finish")]
-            self.repeat, self.finish = [_new_function(ctypes.addressof(each), None, None) for each in self._definitions]
+        if (faster := python_calls.functions(library, "zipccl_launch", "repeat", "finish")) is not None:
+            self.repeat, self.finish = faster
 
     def plan(self, encodes: list[_Step], decodes: list[_Step], copy: tuple[int, int, int], workspace: int, stream: int, decode_stream: int,
              encoded: int, filled: int, nccl=None, transfers=(), payload_stream: int = 0, arrived: int = 0) -> "Plan":

@@ -3,6 +3,7 @@ import ctypes
 import functools
 
 from ds_zipccl.errors import KernelError
+from ds_zipccl.kernels import python_calls
 from zipscape.errors import describe
 from zipscape.op_builder.zipccl import ZIPCCL_SYMMETRIC
 
@@ -30,12 +31,19 @@ class Exchange(ctypes.Structure):
                 ("num_senders", _I), ("num_receivers", _I), ("num_groups", _I)]
 
 
+class Repeat(ctypes.Structure):
+    """Calls like an earlier one (exchange.h has the meaning): for ``SymmetricCalls.repeat``."""
+    _fields_ = [("engine", _P), ("exchange", Exchange), ("own", _I), ("copy_to", _I), ("copy_from", _I), ("device", _I)]
+
+
+NOT_SO = -1000              # exchange.h's kNotSo
 _ARGUMENTS = {
     "open": [_I, _I, ctypes.POINTER(_P), _I, _P, _P, _P, _I, _P, ctypes.POINTER(_P)],
     "run": [_P, ctypes.POINTER(Exchange)],
     "start": [_P, ctypes.POINTER(Exchange)],
     "step": [_P],
     "join": [_P, _I, _P],
+    "repeat": [_P, _P, _P, _I],
     "is_done": [_P, _I],
 }
 
@@ -65,6 +73,9 @@ class SymmetricCalls:
             function.argtypes, function.restype = [], _I
             setattr(self, name, function())
         self.library = library
+        #: ``repeat(address of a Repeat, x, out, num_receivers)``: queues the call, 0, NOT_SO or what ``refused`` raises;
+        #: ``join(handle, call, stream)``: ``Engine.join``. They take ints.
+        self.repeat, self.join = python_calls.functions(library, "zipccl_symmetric", "repeat", "join") or (self._repeat, self._join)
 
     def open(self, rank: int, memory: list[int], num_bytes: int, scratch: int, overflows: int, errors: int, timeout_ns: int,
              encode) -> "Engine":
@@ -84,6 +95,7 @@ class Engine:
 
     def __init__(self, calls: SymmetricCalls, handle: ctypes.c_void_p):
         self._calls, self._handle = calls, handle
+        self.repeat, self._join, self.address = calls.repeat, calls.join, handle.value
 
     def run(self, exchange: Exchange) -> None:
         """Queues a call. The same calls in the same order on all ranks; calls are counted from 1."""
@@ -101,7 +113,9 @@ class Engine:
 
     def join(self, call: int, stream: int) -> None:
         """``stream`` waits for the end of call ``call``."""
-        _check(self._calls._join(self._handle, call, stream), "join")
+        code = self._join(self.address, call, stream)
+        if code:
+            refused("join", code)
 
     def is_done(self, call: int) -> bool:
         code = self._calls._is_done(self._handle, call)
@@ -120,12 +134,16 @@ class Engine:
 
     def close(self) -> None:
         """With nothing in flight."""
-        handle, self._handle = self._handle, None
+        handle, self._handle, self.address = self._handle, None, 0
         if handle is not None:
             self._calls._close(handle)
 
 
 def _check(code: int, what: str) -> None:
     if code:
-        raise KernelError(describe(f"CUDA refused the one-sided transport's {what}", got=f"cudaError {abs(code)}",
-                                   todo="a peer that ended, or waited longer than the group's timeout, looks like this too: see its log"))
+        refused(what, code)
+
+
+def refused(what: str, code: int) -> None:
+    raise KernelError(describe(f"CUDA refused the one-sided transport's {what}", got=f"cudaError {abs(code)}",
+                               todo="a peer that ended, or waited longer than the group's timeout, looks like this too: see its log"))

@@ -1,9 +1,11 @@
-"""The fixture of the codec's tests: every kernel set that serves the CPU, by name; and short-lived groups get their mailbox at once."""
+"""The fixture of the codec's tests: every kernel set that serves the CPU, by name; those of a GPU that is not there; and short-lived groups
+get their mailbox at once."""
 import os
 
 import pytest
 
 from ds_zipccl.kernels import loader, ops
+from tests.zipccl.stream_fixtures import gpu, library, live  # noqa: F401
 
 os.environ.setdefault("ZIPCCL_MAILBOX_LAG", "1")        # read by the processes of ranks
 

@@ -17,6 +17,7 @@ from ds_zipccl.kernels.launch_calls import LaunchCalls
 GPU, WORLD, ROW = torch.device("cuda", 0), 2, 4096
 OPS = tuple(specs(internal=True))
 PREPARED = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce", "broadcast")
+AGAIN = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")             # known ones are one call of C
 MAIL = 0x1234500         # an entry of a mailbox
 COMMUNICATOR = 0x77700
 

@@ -308,7 +308,7 @@ def test_who_waits_after_the_end_need_not():
     ended = []
     engine = SimpleNamespace(is_done=lambda call: True, close=lambda: ended.append(1), join=lambda call, stream: 1 / 0)
     transport = symmetric.SymmetricTransport(engine, None, 0, torch.device("cpu"), 2, 0, torch.zeros(1), "memory")
-    work = symmetric.SymmetricWork(transport, 1, [torch.empty(1)], 0)
+    work = symmetric.SymmetricWork.of(transport, 1, torch.empty(1), 0)
     transport.abort()
     assert ended and work.is_completed() and work.wait()
 
@@ -322,7 +322,7 @@ def test_a_lost_context_does_not_keep_a_group_from_ending(monkeypatch):
 
     engine = SimpleNamespace(is_done=refused, close=lambda: 1 / 0)
     transport = symmetric.SymmetricTransport(engine, None, 0, torch.device("cpu"), 2, 0, torch.zeros(1), "memory")
-    transport._num_calls = 1
+    transport.num_calls = 1
     transport.abort()
     assert kept[0][:3] == (transport, engine, "memory") and transport.is_open
 
@@ -385,7 +385,7 @@ def test_who_waits_while_another_device_is_current_waits_on_the_right_one(monkey
     monkeypatch.setattr(torch.cuda, "device", on)
     engine = SimpleNamespace(join=lambda call, stream: joined.append(current[-1]))
     transport = symmetric.SymmetricTransport(engine, None, 0, torch.device("cpu"), 2, 0, torch.zeros(1), "memory")
-    symmetric.SymmetricWork(transport, 1, [torch.empty(1)], 0).wait()
+    symmetric.SymmetricWork.of(transport, 1, torch.empty(1), 0).wait()
     assert joined == [transport.device.index] and current == [1]
 
 

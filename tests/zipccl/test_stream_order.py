@@ -1,138 +1,26 @@
 """What a zipped call on a GPU waits for, and what waits for it, shown on a CPU: streams that know nothing but who waited for whom, tensors
 without memory (torch's fake ones), kernels and communicators that only say when they ran. C61: the caller's streams, never the default one.
 C62: the call passes what the caller queues after its launch, and does not hold it up either."""
-import ctypes
-import subprocess
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ds_zipccl.codec.format import OVERFLOW_BIT, SPILL_SHIFT
-from ds_zipccl.collectives import capacity, flight, group_state, launch, nccl_direct, repeats, streams
-from ds_zipccl.collectives.runtime import Runtime
+from ds_zipccl.codec.format import OVERFLOW_BIT
+from ds_zipccl.collectives import streams
 from ds_zipccl.collectives.streams import copy as copy_elements
-from ds_zipccl.collectives.words import Words
-from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.kernels import loader, ops
 from tests.zipccl.stream_stand_in import (
-    COMMUNICATOR,
+    AGAIN,
     GPU,
     OPS,
     PREPARED,
     ROW,
-    WORLD,
-    Communicator,
-    Event,
-    Gpu,
     Group,
-    Kernels,
-    Stream,
     begin,
     call_of,
     end,
-    mailbox_of,
-    nccl,
-    prepared,
 )
-from zipscape.op_builder import toolchain
-from zipscape.op_builder.base import csrc_dir
-
-AGAIN = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")             # repeats are one call of C
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory) -> ctypes.CDLL:
-    target = tmp_path_factory.mktemp("launch") / "launch.so"
-    subprocess.run([*toolchain.find("c++"), "-x", "c++", "-std=c++17", "-fPIC", "-shared", str(csrc_dir() / "zipccl/launch.h"), "-o",
-                    str(target)], check=True, timeout=120)
-    return ctypes.CDLL(str(target))
-
-
-@pytest.fixture(params=["step by step", "prepared", "prepared, words by encode", "prepared, words by encode, payload too",
-                        "prepared, words by encode, payload too, again"])
-def gpu(request, monkeypatch, library):
-    gpu = Gpu()
-    gpu.is_prepared, gpu.posts = "prepared" in request.param, "words" in request.param
-    calls = prepared(gpu, library)
-    monkeypatch.setattr(launch, "PREPARED", gpu.is_prepared)
-    gpu.sends = "payload" in request.param
-    gpu.box = mailbox_of(gpu) if "again" in request.param else None
-    if gpu.box is not None:
-        for module in (capacity, repeats):
-            monkeypatch.setattr(module, "CALM_AFTER", 1)
-        monkeypatch.setattr(repeats, "AGAIN", True)
-    if gpu.sends:
-        functions = nccl(gpu)
-        monkeypatch.setattr(nccl_direct, "payload_functions", lambda: functions)
-        monkeypatch.setattr(nccl_direct, "returns_when_queued", lambda backend: True)
-        monkeypatch.setattr(nccl_direct, "handle", lambda backend: COMMUNICATOR)
-    objects = {}
-
-    def stream(handle):
-        return objects.setdefault(handle, Stream(gpu, handle))
-
-    class On:
-        def __init__(self, stream):
-            self._stream = stream
-
-        def __enter__(self):
-            self._before = gpu.current
-            gpu.current = gpu.current if self._stream is None else self._stream.cuda_stream
-
-        def __exit__(self, *exc):
-            gpu.current = self._before
-
-    def copy(tensor, *_, **__):
-        if tensor.is_cuda:                                      # the words' way to host memory is not of interest
-            gpu.queue("copy")
-        return tensor
-
-    def part(tensor, key):                                      # torch's own makes the device current, which is not there
-        dim = 0
-        for one in key if isinstance(key, tuple) else (key,):
-            if isinstance(one, slice):
-                tensor, dim = torch.ops.aten.slice(tensor, dim, one.start, one.stop), dim + 1
-            else:
-                tensor = torch.select(tensor, dim, one)
-        return tensor
-
-    monkeypatch.setattr(torch.cuda, "Event", lambda **_: Event(gpu))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: stream(next(gpu.handles)))
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: stream(handle))
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: stream(0))
-    monkeypatch.setattr(streams, "_objects", {})
-    monkeypatch.setattr(streams, "_raw_current", lambda index: gpu.current)
-    monkeypatch.setattr(streams, "is_capturing", lambda: False)
-    monkeypatch.setattr(streams, "On", On)
-    monkeypatch.setattr(streams, "copy", lambda target, offset, source: gpu.queue("copy"))
-    monkeypatch.setattr(streams, "keep", lambda tensor: None)
-    monkeypatch.setattr(FakeTensor, "data_ptr", lambda tensor: gpu.address(tensor), raising=False)
-    monkeypatch.setattr(FakeTensor, "__getitem__", part, raising=False)
-    monkeypatch.setattr(FakeTensor, "__setitem__", lambda tensor, key, value: copy(tensor), raising=False)
-    monkeypatch.setattr(FakeTensor, "copy_", copy, raising=False)
-    monkeypatch.setattr(FakeTensor, "record_stream", lambda *_: None, raising=False)
-    monkeypatch.setattr(group_state, "SideChannel", lambda group, device, purpose="words": Communicator(gpu, {"bulk": "resend"}.get(
-        purpose, "words")))
-    monkeypatch.setattr(flight, "WATCH", SimpleNamespace(add=gpu.watched.append))
-    monkeypatch.setattr(group_state, "WATCH", SimpleNamespace(add=lambda state: None, wake=lambda: None))
-    monkeypatch.setattr(Words, "tolist", lambda words: [gpu.word] * words.data.numel())
-    monkeypatch.setitem(ops._SETS, "told", None)
-    monkeypatch.setattr(loader, "resolve", lambda *_: "told")
-    ops.register("told", Kernels(gpu, calls), ("cuda",))
-    gpu.word = 0
-    with FakeTensorMode():
-        yield gpu
-
-
-@pytest.fixture
-def live(gpu):
-    live = Runtime(ZipcclConfig(enabled=True, collectives="always", min_bytes=0, transport="process_group"), {"cuda": "told"})
-    live.group = Group(gpu)
-    return live
 
 
 @pytest.mark.parametrize("op", PREPARED)
@@ -280,118 +168,3 @@ def test_what_others_do_before_their_launch_is_done_anew(gpu, live, monkeypatch,
     lists = call_of("all_to_all", live.group)
     end(gpu, live.run(lists), 7)
     assert live.stats.snapshot()["all_to_all"]["calls_zipped"] == 1
-
-
-@pytest.fixture
-def many(gpu, live, monkeypatch):
-    """Launches so many calls on stream 7, after three that made them known; how many ``again`` launched, and how many ended at once."""
-    ended, at_once = [], group_state.GroupState.finish_at_once
-    monkeypatch.setattr(group_state.GroupState, "finish_at_once",
-                        lambda state, pending: (ended.append(at_once(state, pending)), ended[-1])[1])
-
-    def run(op, *waits, stream=7, make=lambda call: call):
-        for _ in range(3):
-            end(gpu, begin(gpu, live, op, 7), 7)
-        before = live.repeats.num_again
-        ended.clear()
-        gpu.current = stream
-        works = [live.run(make(call_of(op, live.group))) for _ in waits]
-        for i in waits:
-            end(gpu, works[i], stream)
-        return live.repeats.num_again - before, sum(ended)
-
-    return run
-
-
-ONE_CALL = pytest.mark.parametrize("gpu", ["prepared, words by encode, payload too, again"], indirect=True)
-
-
-@ONE_CALL
-@pytest.mark.parametrize("op", AGAIN)
-def test_known_calls_are_one_call_of_c_and_end_by_another(gpu, live, many, op):
-    assert many(op, 0) == (1, 1) and many(op, 0, 1, 2)[0] == 1, "there is one flight"
-    assert many(op, 0, 1, 2) == (3, 3)
-    assert many(op, 2, 0, 1) == (3, 0), "what was settled for another one's sake"
-    before = len(gpu.log)
-    work = begin(gpu, live, op, 7)
-    (between,) = (i for i in gpu.all("between") if i >= before)
-    others = {i for i in gpu.all("payload", "decode", "words", "copy") if i >= before} - gpu.all("words")
-    assert others and others.isdisjoint(gpu.before(between))
-    end(gpu, work, 9)
-    assert others <= gpu.before(max(gpu.all("read")))
-    made = {item for stack in live.workspace._idle.values() for item in stack if isinstance(item, flight.Flight)}
-    gpu.current = 7
-    for _ in range(3):
-        live.run(call_of(op, live.group))                               # nobody keeps the handle
-    end(gpu, live.run(call_of(op, live.group)), 7)
-    state = live.state(live.group, GPU)
-    assert not state.in_flight and made == {item for stack in live.workspace._idle.values() for item in stack
-                                            if isinstance(item, flight.Flight)}, "flights are not given back"
-    row = live.stats.snapshot()[op]
-    assert row["calls_zipped"] == 27 > live.repeats.num_again > 20 and row["raw_bytes"] == 27 * 2 * ROW
-    for capacity_of, _ in next(iter(live.repeats._known.values())).rooms:
-        assert len(capacity_of.under_way) < 8 and capacity_of.num_calm > 8
-
-
-@ONE_CALL
-@pytest.mark.parametrize("op", AGAIN)
-def test_an_overflow_of_a_known_call_is_sent_again(gpu, live, many, op):
-    many(op, 0)
-    before, first, gpu.word = live.repeats.num_again, len(gpu.log), OVERFLOW_BIT | 200 << SPILL_SHIFT
-    work = begin(gpu, live, op, 7)
-    assert live.repeats.num_again == before + 1
-    end(gpu, work, 7)
-    resends = {i for i in gpu.all("resend") if i >= first}
-    assert resends and resends <= gpu.before(max(gpu.all("read"))) and live.stats.snapshot()[op]["overflows"] == 1
-    gpu.word, before = 0, live.repeats.num_again
-    for _ in range(9):
-        end(gpu, begin(gpu, live, op, 7), 7)
-    assert live.repeats.num_again < before + 9, "another room, once the overflow counts"
-    many(op, 0, 1)
-    assert many(op, 0, 1) == (2, 2)
-
-
-WAYS = {
-    "the stream is captured": lambda gpu, patch, live: setattr(gpu, "captures", 1),
-    "the ring is full": lambda gpu, patch, live: setattr(gpu.box, "_room_for_all", gpu.box._count),
-    "the mailbox has ended": lambda gpu, patch, live: setattr(gpu.box, "_ended", "why"),
-    "torch gives no communicator away": lambda gpu, patch, live: patch.setattr(nccl_direct, "handle", lambda backend: 0),
-    "another device is current": lambda gpu, patch, live: patch.setattr(streams, "current_device", lambda: 1),
-    "there are tensors on the CPU too": lambda gpu, patch, live: live._groups["g"].update(cpu=None),
-    "the room is another": lambda gpu, patch, live: [setattr(c, "spill_per_tile", 999) for c, _ in _known(live).rooms],
-    "the class is forgotten": lambda gpu, patch, live: [setattr(c, "is_forgotten", True) for c, _ in _known(live).rooms],
-    "a call must be taken account of": lambda gpu, patch, live: [c.under_way.extend([capacity.Need()] * 8) for c, _ in _known(live).rooms],
-    "it has just overflowed": lambda gpu, patch, live: [setattr(c, "num_calm", 0) for c, _ in _known(live).rooms],
-    "the idle flight is gone": lambda gpu, patch, live: live.workspace.clear(),
-}
-
-
-def _known(live):
-    return next(iter(live.repeats._known.values()))
-
-
-@ONE_CALL
-@pytest.mark.parametrize("op", AGAIN)
-@pytest.mark.parametrize("why", WAYS)
-def test_what_is_not_as_it_was_goes_the_long_way(gpu, live, many, monkeypatch, op, why):
-    assert many(op, 0) == (1, 1)
-    before, held = live.repeats.num_again, len(live.workspace._idle)
-    with monkeypatch.context() as patch:
-        WAYS[why](gpu, patch, live)
-        gpu.current = 7
-        assert live.again(call_of(op, live.group)) is None and live.repeats.num_again == before
-    assert len(live.workspace._idle) == held or "idle" in why
-    gpu.captures = 0
-
-
-@ONE_CALL
-@pytest.mark.parametrize("op", AGAIN)
-def test_tensors_that_share_memory_go_the_long_way(gpu, live, many, op):
-    def shared(call):
-        whole = torch.empty(2 * WORLD * ROW, dtype=torch.bfloat16, device=GPU)
-        a, b = call.output.numel(), call.input.numel()
-        return replace(call, output=torch.ops.aten.slice(whole, 0, 0, a), input=torch.ops.aten.slice(whole, 0, ROW // 2, ROW // 2 + b))
-
-    num_prepared = gpu.num_prepared
-    assert many(op, 0, make=shared) == (0, 0) and gpu.num_prepared > num_prepared
-    assert many(op, 0, stream=9) == (0, 0) and many(op, 0, stream=7) == (1, 1)

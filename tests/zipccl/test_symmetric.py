@@ -13,19 +13,26 @@ from ds_zipccl.codec.format import SPILL_MASK, SPILL_SHIFT, TILE_ELEMS, layout
 from ds_zipccl.collectives import symmetric
 from ds_zipccl.collectives.symmetric import MAX_RANKS, RECEIVERS_PER_MULTIPROCESSOR, SymmetricTransport, why_not
 from ds_zipccl.collectives.symmetric_plan import NUM_IN_RING, Row, in_turn, part_sizes, plan, slot_bytes, words_bytes
+from ds_zipccl.errors import KernelError
 from ds_zipccl.kernels.cuda_calls import CudaCalls
 from ds_zipccl.kernels.rank_order import sum_in_order
-from ds_zipccl.kernels.symmetric_calls import Exchange, SymmetricCalls
+from ds_zipccl.kernels.symmetric_calls import NOT_SO, SymmetricCalls
 from tests.helpers.emulated import compile_for_host
+from tests.zipccl.symmetric_ranks import (
+    CARRIED,
+    FIRST,
+    LARGEST,
+    NUM_SENDERS,
+    InTurn,
+    Ranks,
+    gaussians,
+    random_bits,
+    same_bits,
+)
 from zipscape.op_builder.zipccl import ZIPCCL_CUDA, ZIPCCL_SYMMETRIC
 
-BITS = {2: torch.int16, 4: torch.int32}
-CARRIED = 10                                               # and so many lanes: messages are carried by kernels
 LANES = pytest.mark.parametrize("num_lanes", [1, 2, CARRIED + 1, CARRIED + 2],
                                 ids=["1_lane", "2_lanes", "carried", "carried_2_lanes"])
-NUM_SENDERS, NUM_RECEIVERS = 3, 5                          # CTAs: fewer than there are pieces
-FIRST, LARGEST = TILE_ELEMS * 2, 2 * TILE_ELEMS * 2        # parts of one and two tiles of BF16
-TIMEOUT_NS = 10_000_000                                    # of the emulated clock, which moves when it is read
 
 
 @pytest.fixture(scope="module")
@@ -34,86 +41,6 @@ def libraries(tmp_path_factory) -> tuple[CudaCalls, SymmetricCalls]:
     with ThreadPoolExecutor(2) as pool:
         codec, symmetric = pool.map(lambda library: ctypes.CDLL(str(compile_for_host(folder, library))), (ZIPCCL_CUDA, ZIPCCL_SYMMETRIC))
     return CudaCalls(codec), SymmetricCalls(symmetric)
-
-
-class Ranks:
-    """``world_size`` emulated ranks with ``room`` bytes of ring each."""
-
-    def __init__(self, libraries, world_size: int, room: int, num_lanes: int):
-        self.codec, self.calls = libraries
-        self.world_size, self.room, self.num_lanes = world_size, room // 128 * 128, num_lanes
-        self.errors = torch.zeros(world_size, dtype=torch.int32)
-        self.words_bytes = words_bytes(world_size)
-        num_bytes = self.words_bytes + self.room
-        self.memory = [torch.full((num_bytes + 128,), 0x5A, dtype=torch.uint8) for _ in range(world_size)]         # no overflow bit
-        addresses = [-(-memory.data_ptr() // 128) * 128 for memory in self.memory]
-        for memory, address in zip(self.memory, addresses, strict=True):
-            memory[address - memory.data_ptr():][:self.words_bytes] = 0
-        self.scratch = torch.zeros(world_size, self.calls.scratch_bytes, dtype=torch.uint8)
-        self.overflows = torch.zeros(world_size, self.calls.overflows_bytes // 4, dtype=torch.int32)
-        self.engines = [self.calls.open(rank, addresses, num_bytes, self.scratch[rank].data_ptr(), self.overflows[rank].data_ptr(),
-                                        self.errors[rank:].data_ptr(), TIMEOUT_NS, self.codec.library.zipccl_cuda_encode)
-                        for rank in range(world_size)]
-        self.workspace, self.status, self.stream = torch.zeros(4096, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), 0
-
-    def plan(self, dtype, row_numel: int, same_for_all: bool):
-        cut = plan(dtype, row_numel, self.world_size, same_for_all, 64, self.room, FIRST, LARGEST)
-        assert cut and sum(g.numel for g in cut.geometries) == row_numel and cut.words <= self.workspace.numel()
-        return cut
-
-    def exchange(self, cut, rows: int, row_stride: int, out: int, out_stride: int, own=0, copy=(0, 0, 0), made=None) -> Exchange:
-        senders, receivers = (NUM_SENDERS, NUM_RECEIVERS) if self.num_lanes > CARRIED else (0, 0)
-        groups = self.num_lanes % CARRIED                  # one, or two
-        return Exchange(rows, row_stride, out, out_stride, own, *copy, self.num_lanes % CARRIED, cut.num_parts, cut.parts, made, None,
-                        self.status.data_ptr(), self.workspace.data_ptr(), self.stream, senders, receivers, groups)
-
-    def run(self, calls: list[Exchange]) -> None:
-        for engine, call in zip(self.engines, calls, strict=True):
-            engine.start(call)
-        left = list(self.engines)
-        while left:
-            left = [engine for engine in left if engine.step()]
-
-    def all_gather(self, data: list[torch.Tensor], made=None) -> list[torch.Tensor]:
-        n, item = data[0].numel(), data[0].element_size()
-        outs = [torch.full((self.world_size, n + 1), 3, dtype=x.dtype) for x in data]      # a gap between rows
-        cut = self.plan(data[0].dtype, n, True)
-        self.run([self.exchange(cut, x.data_ptr(), 0, out.data_ptr(), (n + 1) * item, copy=(out[r].data_ptr(), x.data_ptr(), n * item),
-                                made=made and (ctypes.c_void_p * len(made[r]))(*made[r]))
-                  for r, (x, out) in enumerate(zip(data, outs, strict=True))])
-        assert all(bool((out[:, n] == 3).all()) for out in outs), "nothing may be written behind a row"
-        return [out[:, :n] for out in outs]
-
-    def all_to_all(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
-        n, item = data[0].shape[1], data[0].element_size()
-        outs = [torch.full_like(x, 3) for x in data]
-        cut = self.plan(data[0].dtype, n, False)
-        self.run([self.exchange(cut, x.data_ptr(), n * item, out.data_ptr(), n * item, copy=(out[r].data_ptr(), x[r].data_ptr(), n * item))
-                  for r, (x, out) in enumerate(zip(data, outs, strict=True))])
-        return outs
-
-    def reduce_scatter(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
-        n, item = data[0].shape[1], data[0].element_size()
-        outs = [torch.full_like(x[0], 3) for x in data]
-        cut = self.plan(data[0].dtype, n, False)
-        self.run([self.exchange(cut, x.data_ptr(), n * item, out.data_ptr(), 0, own=x[r].data_ptr())
-                  for r, (x, out) in enumerate(zip(data, outs, strict=True))])
-        return outs
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(BITS[a.element_size()]), b.contiguous().view(BITS[b.element_size()]))
-
-
-def gaussians(seed: int, shape, dtype) -> torch.Tensor:
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
-
-
-def random_bits(seed: int, shape, dtype) -> torch.Tensor:
-    """Data that does not compress: every frame overflows."""
-    width = 8 * dtype.itemsize - 1
-    bits = torch.randint(-(1 << width), 1 << width, shape, generator=torch.Generator().manual_seed(seed))
-    return bits.to(BITS[dtype.itemsize]).view(dtype)
 
 
 def check_all(ranks: Ranks, n: int, dtype, makers, seed: int) -> None:
@@ -232,22 +159,6 @@ def test_frames_made_beforehand(libraries, num_tiles, num_lanes):
     assert not ranks.errors.any()
 
 
-class InTurn:
-    """The engine of one rank's SymmetricTransport: calls are carried out when all ranks have made theirs."""
-
-    def __init__(self):
-        self.calls = []
-
-    def run(self, exchange):
-        self.calls.append(exchange)
-
-    def is_done(self, call):
-        return False
-
-    def close(self):
-        pass
-
-
 KINDS = ("frame", "made on the way", "as it is")
 
 
@@ -282,7 +193,7 @@ def test_rows_with_and_without_frames(libraries, num_lanes, world_size, monkeypa
             assert transport.has_room(tuple(row.kind for row in rows))
             assert transport.gather_rows(rows).sent_bytes == (world_size - 1) * sum(
                 2 * row.data.numel() if row.as_it_is else row.geometry.frame_bytes for row in rows)
-        ranks.run([transport._engine.calls[-1] for transport in transports])
+        ranks.run([transport.engine.calls[-1] for transport in transports])
         for r in range(world_size):
             for case, out, *everyones in zip(chosen, outs[r], *data, strict=True):
                 assert all(same_bits(out[q], everyones[q]) for q in range(world_size)), (round_, case, r)
@@ -290,6 +201,49 @@ def test_rows_with_and_without_frames(libraries, num_lanes, world_size, monkeypa
         num_raw += (world_size - 1) * sum(makers[-1] is random_bits and kind != "as it is" and n > 1 for kind, n, makers in chosen)
     assert ranks.overflows.sum(1).tolist() == [0] * (world_size - 1) + [num_raw] and not ranks.errors.any()
     assert not transports[0].has_room(((layout(TABLE[0], 16 * TILE_ELEMS), False, False),))
+
+
+@pytest.mark.parametrize("num_lanes", [2, CARRIED + 2])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "reduce_scatter"])
+def test_known_calls_are_the_same_calls(libraries, num_lanes, world_size, name, monkeypatch):
+    """... of other tensors, also in place; by one call of C that is given their addresses."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    n, room = 5 * TILE_ELEMS + 77, NUM_IN_RING * 8 * world_size * TILE_ELEMS
+    ranks, others = (Ranks(libraries, world_size, room, num_lanes) for _ in range(2))
+    transports = [SymmetricTransport(InTurn(ranks.calls.library), lambda stream, words: ranks.workspace.data_ptr(), r, torch.device("cpu"),
+                                     world_size, ranks.room, ranks.overflows[r], None) for r in range(world_size)]
+    shape = (n,) if name == "all_gather" else (world_size, n)
+    known = []
+    for turn in range(3):
+        data = [gaussians(10 * turn + r, shape, torch.bfloat16) for r in range(world_size)]
+        expected = getattr(others, name)(data)
+        outs = [torch.full_like(each, 5).contiguous() for each in expected]
+        if turn == 2 and name != "all_to_all":                          # in place
+            for r in range(world_size):
+                if name == "all_gather":
+                    outs[r][r] = data[r]
+                    data[r] = outs[r][r]
+                else:
+                    outs[r] = data[r][r]
+        for r, transport in enumerate(transports):
+            transport.first_bytes, transport.largest_bytes, transport.num_lanes = FIRST, LARGEST, num_lanes % CARRIED
+            transport.num_senders, transport.num_receivers, transport.carried_bytes = NUM_SENDERS, 5, 1 << 30 if num_lanes > CARRIED else 0
+            out, x = outs[r].view(-1), data[r].view(-1)
+            work = known[r].launch(outs[r], data[r]) if turn else getattr(transport, name)(out, x)
+            known.append(transport.known(name, out, x))
+            assert work.sent_bytes == known[r].sent_bytes > n and transport.num_calls == turn + 1 and len(transport.kept) == turn + 1
+        ranks.run([transport.engine.calls[-1] for transport in transports])
+        assert all(same_bits(out, right) for out, right in zip(outs, expected, strict=True)), turn
+    monkeypatch.setattr(transports[0].engine, "repeat", lambda *_: NOT_SO)
+    known[0]._fire = transports[0].engine.repeat
+    assert known[0].launch(outs[0], data[0]) is None and transports[0].num_calls == 3
+    known[0]._fire = lambda *_: 700
+    with pytest.raises(KernelError, match="700"):
+        known[0].launch(outs[0], data[0])
+    assert transports[0].known(name, outs[0].view(-1), data[0].view(-1)) is not None
+    transports[0]._end()
+    assert transports[0].known(name, outs[0].view(-1), data[0].view(-1)) is None
 
 
 @pytest.mark.parametrize("num_lanes, num_tiles, num_queued",
@@ -320,7 +274,7 @@ def test_receivers_of_all_groups_leave_room(monkeypatch):
         for transport in opened:
             transport.num_receivers = 100
             transport.all_gather(torch.zeros(2000, dtype=torch.bfloat16), torch.zeros(1000, dtype=torch.bfloat16))
-        return [transport._engine.calls[-1].num_receivers for transport in opened]
+        return [transport.engine.calls[-1].num_receivers for transport in opened]
 
     before = len(opened[0]._open_here) - 3                  # other tests'
     assert num_receivers() == [100 // (3 + before)] * 3

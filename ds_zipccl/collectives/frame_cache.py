@@ -294,9 +294,10 @@ class FrameCache:
         """(the gather, how many bytes it sends to each peer)"""
         if way == ONE_SIDED:
             self.runtime.state(self.group, self._device).settle()           # resends must be queued before what waits for peers
+            kinds, arranged = self._ways.rows(slots)
             rows = [Row(self._data(source), out, kind[0], s.frame, kind[2])
-                    for s, source, out, kind in zip(slots, sources, make_outs(), self._ways.kinds(slots), strict=True) if s.numel]
-            work = self._ways.transport.gather_rows(rows)
+                    for s, source, out, kind in zip(slots, sources, make_outs(), kinds, strict=True) if s.numel]
+            work = self._ways.transport.gather_rows(rows, arranged)
             self._join_sent = work.join
             return work, work.sent_bytes // (self.group.size() - 1)
         pieces = [Piece(self._data(source), s.frame, s.codec) for s, source in zip(slots, sources, strict=True)]

@@ -15,7 +15,7 @@ from ds_zipccl.collectives.one_sided import ranges_of_row
 from ds_zipccl.collectives.registry import Call
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.collectives.symmetric import SymmetricTransport
-from ds_zipccl.collectives.symmetric_plan import Row
+from ds_zipccl.collectives.symmetric_plan import Arranged, Row
 
 OP = all_gather.SPEC.name
 MAX_SETS = 4096             # of slots that are gathered together
@@ -25,7 +25,7 @@ MAX_SETS = 4096             # of slots that are gathered together
 class _Set:
     """What is known of slots that are gathered together, while their layouts stay. ``against``: why they are not worth their frames,
     whatever the way; ``whole_bytes``: natively; ``row_bytes``: of a rank, with frames; ``ratio``: of raw bytes to these; ``kinds``:
-    ``Slot.kind`` of each; ``has_room``: in ``transport``."""
+    ``Slot.kind`` of each; ``arranged``: for ``transport``; None: it has no room."""
     against: str | None
     whole_bytes: int
     row_bytes: int
@@ -33,7 +33,7 @@ class _Set:
     kinds: list[tuple]
     is_level_1: bool
     transport: SymmetricTransport | None = None
-    has_room: bool = False
+    arranged: Arranged | None = None
 
 
 class Ways:
@@ -69,9 +69,10 @@ class Ways:
         """What is known of slots together: their layouts, or reasons, may change."""
         self._sets.clear()
 
-    def kinds(self, slots: list[Slot]) -> list[tuple]:
-        """``Slot.kind`` of each."""
-        return self._known(slots).kinds
+    def rows(self, slots: list[Slot]) -> tuple[list[tuple], Arranged]:
+        """For slots that go one-sided: ``Slot.kind`` of each, and how those that are not empty are arranged."""
+        known = self._known(slots)
+        return known.kinds, known.arranged
 
     def _known(self, slots: list[Slot]) -> "_Set":
         key = tuple(slots)
@@ -132,8 +133,8 @@ class Ways:
             return "level"                          # until they are encoded again
         if known.transport is not self.transport:
             known.transport = self.transport
-            known.has_room = self.transport.has_room(tuple(kind for kind in known.kinds if kind[0].numel))
-        return None if known.has_room else "small_memory"
+            known.arranged = self.transport.arrange(tuple(kind for kind in known.kinds if kind[0].numel))
+        return "small_memory" if known.arranged is None else None
 
     # -- measured with frames made beforehand
 

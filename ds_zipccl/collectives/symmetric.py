@@ -18,18 +18,8 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from ds_zipccl.codec.format import DEFAULT_SPILL_PER_TILE
-from ds_zipccl.collectives import streams
-from ds_zipccl.collectives.symmetric_plan import (
-    FIRST_PART_BYTES,
-    LAST_PART_BYTES,
-    Layout,
-    Plan,
-    Row,
-    in_turn,
-    plan,
-    plan_of_rows,
-    words_bytes,
-)
+from ds_zipccl.collectives import streams, symmetric_plan
+from ds_zipccl.collectives.symmetric_plan import FIRST_PART_BYTES, LAST_PART_BYTES, Arranged, Layout, Plan, Row, words_bytes
 from ds_zipccl.errors import KernelError
 from ds_zipccl.kernels.geometry import Geometry
 from ds_zipccl.kernels.symmetric_calls import NOT_SO, Exchange, Place, Repeat, refused
@@ -113,7 +103,8 @@ class SymmetricTransport:
 
     def plan(self, dtype: torch.dtype, row_numel: int, same_for_all: bool) -> Plan | None:
         """None: not even a tile of each row fits into the memory."""
-        return plan(dtype, row_numel, self.world_size, same_for_all, self.spill_per_tile, self._room, self.first_bytes, self.largest_bytes)
+        return symmetric_plan.plan(dtype, row_numel, self.world_size, same_for_all, self.spill_per_tile, self._room, self.first_bytes,
+                                   self.largest_bytes)
 
     @property
     def num_overflows(self) -> int:
@@ -160,26 +151,29 @@ class SymmetricTransport:
         """``out`` [world_size * n] from every rank's ``own`` [n]; ``own`` may be its place in ``out``."""
         return self._run_laid_out("all_gather", out, own)
 
-    def has_room(self, kinds: tuple[tuple[Geometry, bool, bool], ...]) -> bool:
-        """For rows of these kinds in ``gather_rows``."""
-        return plan_of_rows(kinds, self.world_size, self._room) is not None
+    def arrange(self, kinds: tuple[tuple[Geometry, bool, bool], ...]) -> Arranged | None:
+        """For ``gather_rows`` of rows of these kinds, as often as they come; None: there is no room for them."""
+        order = symmetric_plan.in_turn([geometry.numel * geometry.itemsize for geometry, _, _ in kinds])
+        cut = symmetric_plan.plan_of_rows(tuple([kinds[i] for i in order]), self.world_size, self._room)
+        return cut and Arranged(order, cut)
 
-    def gather_rows(self, rows: list[Row]) -> SymmetricWork | None:
+    def gather_rows(self, rows: list[Row], arranged: Arranged | None = None) -> SymmetricWork | None:
         """Every row's ``out`` from all ranks' data. The ranks' rows are of the same kinds in the same order; frames and data must stay as
-        they are until the call is done."""
-        if len(rows) > 1:
-            rows = [rows[i] for i in in_turn([row.data.nbytes for row in rows])]
-        made, places, outs, others, kinds = [], [], {}, [], []
-        for row in rows:
-            data, out, geometry, frame, _ = row
+        they are until the call is done. ``arranged``: of their kinds."""
+        if arranged is None:
+            arranged = self.arrange(tuple([row.kind for row in rows]))
+            if arranged is None:
+                return None
+        made, places, outs, others = [], [], {}, []
+        for i in arranged.order:
+            data, out, geometry, frame, _ = rows[i]
             made.append(None if frame is None else frame.data_ptr())
             places.append((data.data_ptr(), out.data_ptr(), out.stride(0) * geometry.itemsize))
             whole = out if out._base is None else out._base
             outs[id(whole)] = whole
             others += (data, frame)
-            kinds.append(row.kind)
-        return self._run(plan_of_rows(tuple(kinds), self.world_size, self._room), 0, 0, 0, 0, tuple(outs.values()),
-                         made=(ctypes.c_void_p * len(rows))(*made), places=(Place * len(rows))(*places), others=others)
+        return self._run(arranged.cut, 0, 0, 0, 0, tuple(outs.values()), made=(ctypes.c_void_p * len(made))(*made),
+                         places=(Place * len(made))(*places), others=others)
 
     def all_to_all(self, out: torch.Tensor, data: torch.Tensor) -> SymmetricWork | None:
         """``out``, ``data`` [world_size * n], equal pieces; they must not overlap."""

@@ -71,6 +71,12 @@ class Layout(NamedTuple):
     copy_bytes: int
 
 
+class Arranged(NamedTuple):
+    """Rows in a call: their ``order``, and the parts that they are then."""
+    order: list[int]
+    cut: Plan
+
+
 class Row(NamedTuple):
     """One of several tensors of a gather: this rank's ``data`` [n], and ``out`` [world_size, n], whose rows may lie apart. ``geometry``: of
     its frame, in level 1. ``frame``: that of what ``data`` is now (uint8, aligned to 16 bytes), which may have overflowed; None: it is

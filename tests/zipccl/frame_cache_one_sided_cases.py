@@ -104,15 +104,15 @@ def case_layouts_that_change_are_sent_as_they_are_then(rank, world_size):
     """What is known of slots that are gathered together is that of their present layouts."""
     world = World(world_size)
     world.gather()
-    before = world.cache._ways.kinds(world.cache.slots)
+    before = world.cache._ways.rows(world.cache.slots)[0]
     for seed, spread in ((40, 2.0), (41, 0.0), (42, 9.0), (43, 0.0)):
         world.write(1, lambda r, seed=seed, spread=spread: data_of(r, seed=seed, spread=spread))
         world.cache.changed([world.cache.slots[1]])
         world.gather()
         world.gather()
-        assert world.cache._ways.kinds(world.cache.slots) == [slot.kind() for slot in world.cache.slots]
+        assert world.cache._ways.rows(world.cache.slots)[0] == [slot.kind() for slot in world.cache.slots]
         if spread == 9.0:
-            assert world.cache._ways.kinds(world.cache.slots)[1] != before[1]
+            assert world.cache._ways.rows(world.cache.slots)[0][1] != before[1]
     world.close()
 
 

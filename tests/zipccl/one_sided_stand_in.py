@@ -60,12 +60,13 @@ class StandIn:
         sum_in_order(rows.view(self.group.size(), -1), out)
         return self._done(out, data)
 
-    def has_room(self, kinds):
-        return all(2 * g.numel <= self.room for g, _, _ in kinds)
+    def arrange(self, kinds):
+        return kinds if all(2 * g.numel <= self.room for g, _, _ in kinds) else None
 
-    def gather_rows(self, rows):
+    def gather_rows(self, rows, arranged=None):
         """Frames are what receivers see, unless they overflowed."""
         world, num_bytes = self.group.size(), 0
+        assert arranged is None or [row.kind for row in rows] == list(arranged)
         for data, out, g, frame, as_it_is in rows:
             assert g.level == 1 and (frame is None or not as_it_is) and data.numel() == g.numel
             raw = torch.empty(world, data.nbytes, dtype=torch.uint8)

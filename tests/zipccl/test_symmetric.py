@@ -190,8 +190,8 @@ def test_rows_with_and_without_frames(libraries, num_lanes, world_size, monkeypa
                     ranks.codec.encode(g, x.data_ptr(), 0, frame.data_ptr(), 0, 1, -1, ranks.status.data_ptr(),
                                        ranks.workspace.data_ptr(), 0)
                 rows.append(Row(x, out, g, frame, kind == "as it is"))
-            assert transport.has_room(tuple(row.kind for row in rows))
-            assert transport.gather_rows(rows).sent_bytes == (world_size - 1) * sum(
+            arranged = transport.arrange(tuple(row.kind for row in rows)) if round_ % 2 else None
+            assert transport.gather_rows(rows, arranged).sent_bytes == (world_size - 1) * sum(
                 2 * row.data.numel() if row.as_it_is else row.geometry.frame_bytes for row in rows)
         ranks.run([transport.engine.calls[-1] for transport in transports])
         for r in range(world_size):
@@ -200,7 +200,7 @@ def test_rows_with_and_without_frames(libraries, num_lanes, world_size, monkeypa
                 assert bool((out.as_strided((world_size, out.stride(0)), out.stride(), out.storage_offset() - 4)[:, :4] == 3).all())
         num_raw += (world_size - 1) * sum(makers[-1] is random_bits and kind != "as it is" and n > 1 for kind, n, makers in chosen)
     assert ranks.overflows.sum(1).tolist() == [0] * (world_size - 1) + [num_raw] and not ranks.errors.any()
-    assert not transports[0].has_room(((layout(TABLE[0], 16 * TILE_ELEMS), False, False),))
+    assert transports[0].arrange(((layout(TABLE[0], 16 * TILE_ELEMS), False, False),)) is None
 
 
 @pytest.mark.parametrize("num_lanes", [2, CARRIED + 2])

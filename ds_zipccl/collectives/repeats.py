@@ -8,6 +8,7 @@ more has to be done first.
 import os
 import time
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -224,9 +225,18 @@ class Repeats:
         if before is not None and before.one_sided is not None and before.group() is call.group:
             if before.one_sided.transport.is_open and before.stream == streams.current(call.device):
                 return                              # it was something else that kept the call from being known
-        found = router.known(kind.spec, call, kind.state)
+        found = router.known(call, kind.state)
         if found is not None:
             self._keep(call, kind, kind.state, states).over_memory(found, router.wanted, stats, kind.spec.raw_bytes(call))
+
+    def one_sided(self, call: Call, state, router) -> Callable[[], SymmetricWork | None] | None:
+        """Makes such a call, a probe, again."""
+        is_list = isinstance(call.input, tuple) or isinstance(call.output, tuple)
+        found = None if is_list or not AGAIN else router.known(call, state)
+        if found is None:
+            return None
+        known = Repeat(call, None, state, {"": state}, weakref.ref(call.group)).over_memory(found, True, None, 0)
+        return lambda: self.again(call, known)
 
     def _keep(self, call: Call, kind: Kind, state, states: dict) -> Repeat:
         if len(self._known) >= MAX_KNOWN:

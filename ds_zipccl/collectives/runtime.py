@@ -57,6 +57,7 @@ class Runtime:
         self.again = self.repeats.again                        # the first step of ``run``
         self._one_sided = Router(config, kernels, self.stats)
         self._one_sided.price = lambda call: self._known_kind(self._key(call), call)
+        self._one_sided.repeat = lambda *which: self.repeats.one_sided(*which, self._one_sided)
         self.stats.sections["switch"] = self._switch_report
         self.stats.sections["switch_times"] = self._switch_times
         self.stats.sections["words"] = self._words_report

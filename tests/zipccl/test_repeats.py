@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.codec.format import OVERFLOW_BIT, SPILL_SHIFT
-from ds_zipccl.collectives import capacity, flight, group_state, nccl_direct, streams
+from ds_zipccl.collectives import capacity, flight, group_state, nccl_direct, one_sided, streams
 from ds_zipccl.collectives.cost import Costs, Curve
 from ds_zipccl.collectives.one_sided import Router
+from ds_zipccl.collectives.registry import specs
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.config import ZipcclConfig
 from tests.zipccl.stream_stand_in import (
@@ -207,3 +208,31 @@ def test_known_one_sided_calls(gpu, live, monkeypatch, op, measured):
         run(1)
     live.repeats.forget(live.state(group, GPU))
     run(0)
+
+
+@ONE_CALL
+def test_probes_of_one_sided_calls_go_as_known_ones(gpu, live, monkeypatch):
+    transport = KnownTransport()
+    monkeypatch.setattr(Router, "_opened", lambda *_, **__: SimpleNamespace(transport=transport, why_not=None))
+    live = Runtime(ZipcclConfig(enabled=True, min_bytes=0, transport="adaptive", split_lists="all_or_none"), {"cuda": "cuda"})
+    group, gpu.current = Group(gpu), 7
+    for op in AGAIN:
+        test = call_of(op, group)
+        probe = live.router.prober(specs()[op], test, live.state(group, GPU))
+        before = transport.num_known
+        assert [probe(test) for _ in range(3)] == [True] * 3 and transport.num_known == before + 2 and not live.stats.snapshot()
+    lists = call_of("all_to_all", group)
+    monkeypatch.setattr(one_sided, "_whole", lambda tensors: torch.cat(list(tensors)))
+    probe = live.router.prober(specs()["all_to_all"], lists, live.state(group, GPU))
+    assert [probe(lists) for _ in range(2)] == [True] * 2 and transport.num_known == 6
+
+
+@ONE_CALL
+@pytest.mark.parametrize("op", AGAIN)
+def test_probes_of_zipped_calls_go_as_known_ones(gpu, live, op):
+    """... and leave no trace."""
+    group, kinds, gpu.current = live.group, {}, 7
+    test, state = call_of(op, group), live.state(group, GPU)
+    assert all(live._run_to_end(specs()[op], test, state, kinds) for _ in range(4))
+    assert live.repeats.num_again == 3 and not live.stats.snapshot() and not state.capacities and not state.in_flight
+    assert not live.repeats._known

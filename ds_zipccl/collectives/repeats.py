@@ -119,6 +119,7 @@ class Repeats:
         flight = known.workspace.take_flight(known.flight_key) if communicator else None
         if flight is None:
             return None
+        flight.launched_at = flight.looked_at                           # payload_watch.py: not the last call's
         if flight.ended is not None:
             flight.join_ended()
         repeat = flight.repeat

@@ -104,13 +104,7 @@ class Flow:
             if self._ahead is not None:
                 self._ahead.is_wanted = factor == 1.0 / loss_scale      # mostly the next step is like this one
         if not self.is_dense(step + 1):
-            if self._ages_pass and early is None and left is None:
-                ways = ranking.ways(self._groups, space, self.flats[0].stored_residual.element_size())
-                passing = self._through([[span] for _, span, _ in ways], write_back=False)
-                chosen = ranking.choose_passing(ways, passing, self.flats, self.num_steps, space, self.kernels)
-            else:
-                chosen = self._choose(early or left, early is not None, space)
-            self._start_mask(chosen, positions)
+            self._start_mask(self._choose(early or left, early is not None, space), positions)
         return StepResult(True, (), grad_norm, positions.dense)
 
     def prefetch(self) -> None:
@@ -178,8 +172,7 @@ class Flow:
     def restart(self, num_steps: int) -> None:
         """Goes on from ``num_steps`` steps with the present weights, momentum and q, but with nothing waiting: residuals 0, all coordinates
         up to date, the next step without masks. All ranks together; the largest of their numbers counts."""
-        number = torch.tensor([num_steps], dtype=torch.int64, device=self._device)
-        self.num_steps = int(self.transport.gather(number, "checkpoint").max())
+        self.num_steps = int(self.transport.gather(torch.tensor([num_steps], dtype=torch.int64, device=self._device), "checkpoint").max())
         for flat in self.flats:
             flat.residual.zero_()
             flat.all_are_synchronised(self.num_steps)
@@ -249,9 +242,10 @@ class Flow:
         return [None if flat.layout.is_full else torch.empty_like(flat.weight) for flat in self.flats] if is_literal else None
 
     # --- 3, 4, 5: values to the owners, weights back ----------------------------------------------------------------------------------
-    def _exchange_masked(self, fresh, factor, positions: Positions, early, space: Workspace) -> list[torch.Tensor] | None:
-        """What the masks choose. Returns the own residuals, with a sign where they are overdue, if they came here and there is room."""
-        rank, left, lasts = self.transport.rank, None, None
+    def _exchange_masked(self, fresh, factor, positions: Positions, early, space: Workspace):
+        """What the masks choose. Returns the own residuals, with a sign where they are overdue, or what has chosen among them, if there is
+        room for them."""
+        rank, left, lasts, ranked = self.transport.rank, None, None, None
         begun = self._ahead and self._ahead.take(factor)
         sent, values, cuts = begun.exchanged if begun else positions.to_be_sent(self._partitions, self.layout, self._wire, self._device)
         for piece in self._ahead.rest(begun) if begun else self._through(self._partitions):
@@ -265,12 +259,15 @@ class Flow:
                                 for flat in self.flats]
                     lasts = [space.empty(num, flat.stored_last_sync.dtype, is_tight=True, at_end=rank == 0)    # away from the own gradients
                              for num, flat in zip(positions.counts[rank], self.flats, strict=True)]
+                    if early is None and left is None and not self.is_dense(self.num_steps + 1):
+                        ranked = ranking.as_they_pass(self._groups, self.layout, rank, self.flats, self.num_steps, space, self.kernels,
+                                                      fresh[0].element_size(), sent.element_size())
                 lo, hi = cuts[span] if index is not None else (span.start, span.stop)
                 index = None if index is None else index[lo:hi]
                 self._enter(span, residual, fresh, factor, index, out[lo:hi], early)
                 if lasts is not None:
                     self.kernels.take_ages(last, index, span.start, self.num_steps, lasts[span.flat][lo:hi])
-                    self._note_order(span, residual, last, early, left)
+                    self._note_order(span, residual, last, early, left, ranked)
         begun = begun and self._ahead.finish(begun)
         self._lend(fresh, space, range(self.layout.world_size) if lasts is None else [rank])
         splits = positions.splits
@@ -279,16 +276,13 @@ class Flow:
         del sent, values, out
         self._move_owned(received, positions, message[:splits[rank]].split(positions.counts[rank]), lasts, space)
         message[splits[rank]:] = 0
-        del received
-        for last in lasts or ():
-            space.give_back(last)
-        del lasts, last
+        space.give_back(*lasts or ())
+        del received, lasts, last
         mark = space.mark()
         gather_weights([flat.copies for flat in self.flats], message, positions, self.transport, space.empty, self.kernels)
         space.release(mark)
-        for used in taken:
-            space.give_back(used)
-        return left
+        space.give_back(*taken)
+        return ranked or left
 
     def _move_owned(self, received, positions: Positions, outs, lasts, space: Workspace) -> None:
         """Steps 3 and 4 from the workers' values, [W, k], a part of the coordinates after another. outs: get the weights of each buffer."""
@@ -312,9 +306,11 @@ class Flow:
             for owner in owners:
                 space.lend(gradient, owner * size, (owner + 1) * size)
 
-    def _note_order(self, span: Span, residual, last, early, left) -> None:
+    def _note_order(self, span: Span, residual, last, early, left, ranked) -> None:
         """What ranks a span of own coordinates, and whether they are overdue, which its sign says."""
         flat, kept = self.flats[span.flat], early or left
+        if ranked is not None:
+            ranked.look(span, residual, last)
         if kept is not None and not flat.layout.is_full:
             by = kept[span.flat][span.start:span.stop]
             if early is None:
@@ -363,8 +359,12 @@ class Flow:
 
     # --- 6: the next mask ---------------------------------------------------------------------------------------------------------------
     def _choose(self, ranked_by, are_scores: bool, space: Workspace) -> torch.Tensor:
-        """bool [mask_numel], where the weights are. ranked_by: per buffer [P], residuals or scores; None: the residuals as they are stored,
-        which under offload the host waits for."""
+        """bool [mask_numel], where the weights are. ranked_by: per buffer [P], residuals or scores; or what has chosen; None: residuals as
+        they are stored, which under offload pass again, or the host waits for them."""
+        if isinstance(ranked_by, ranking.AsTheyPass):
+            return ranked_by.all()
+        if ranked_by is None and self._ages_pass:
+            return ranking.as_they_pass_again(self._groups, self._through, self.flats, self.num_steps, space, self.kernels)
         device, numel, rank = self.flats[0].weight.device, self.layout.mask_numel, self.transport.rank
         empty = space.empty if device == self._device else None
         chosen = empty(numel, torch.bool) if empty else torch.empty(numel, dtype=torch.bool, device=device)

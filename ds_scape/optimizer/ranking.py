@@ -1,5 +1,7 @@
 """Who is in the next mask where the own residuals are in host memory: found while they pass through the device, in groups of segments, so
 that neither they nor a mask of a byte per coordinate has to be on the device whole."""
+import itertools
+from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -9,7 +11,7 @@ from ds_scape.kernels import impl_reference
 from ds_scape.kernels.ops import Kernels
 from ds_scape.optimizer import spans
 from ds_scape.optimizer.state import FlatState
-from ds_scape.optimizer.workspace import Workspace
+from ds_scape.optimizer.workspace import ALIGNMENT, Workspace
 from ds_scape.sync.partition import FlatLayout, Layout, Segment
 
 #: Elements that are looked at together where the kernels have no room, at most.
@@ -81,13 +83,18 @@ def ways(of: list[Group], space: Workspace, size: int) -> list[tuple[Group, span
         group, space.has_room, size) else (None,)) for span in group.pieces]
 
 
+def as_they_pass_again(of: list[Group], through, flats: list[FlatState], step: int, space: Workspace, kernels: Kernels) -> torch.Tensor:
+    """See choose_passing(). through: the flow's, which lets them pass."""
+    found = ways(of, space, flats[0].stored_residual.element_size())
+    return choose_passing(found, through([[span] for _, span, _ in found], write_back=False), flats, step, space, kernels)
+
+
 def choose_passing(ways: list[tuple], passing, flats: list[FlatState], step: int, space: Workspace, kernels: Kernels) -> torch.Tensor:
     """bool, the masks of all buffers that are not full, one after another: per segment as many as are to be chosen. passing: yields for
     each of the ways (span, its residual, which is overwritten, its last synchronisations), on the device of all that is made."""
-    starts, numel, most = {}, 0, slice_for(sum(flat.copies.numel() for flat in flats))
-    for i, flat in enumerate(flats):
-        starts[i], numel = numel, numel + (0 if flat.layout.is_full else flat.layout.partition_numel)
-    masks = _Whole(numel, space) if _Whole.fits(numel, ways, flats, space) else _Bits(numel, flats[0].weight.device, space, most)
+    starts, numel, most = _starts(flats), _mask_numel(flats), slice_for(sum(flat.copies.numel() for flat in flats))
+    is_whole = space.lends and _fits(numel, {group: None for group, _, _ in ways}, flats, space, False)
+    masks = _Whole(numel, space) if is_whole else _Bits(numel, flats[0].weight.device, space, most)
     mark, by, digits = space.mark(), None, None
     for (group, span, digit), ((_, residual, last),) in zip(ways, passing, strict=True):
         flat, begin = flats[group.flat], starts[group.flat] + group.start
@@ -106,18 +113,85 @@ def choose_passing(ways: list[tuple], passing, flats: list[FlatState], step: int
             by[span.start - group.start:span.stop - group.start] = residual
         if span.stop < group.stop:
             continue
-        square, wanted = flat.square[group.start:group.stop], group.segments[0][2]
         if is_in_slices(group, space.has_room):
-            for part in choose_in_slices(by, square, wanted, most):
+            for part in choose_in_slices(by, flat.square[group.start:group.stop], group.segments[0][2], most):
                 masks.put(begin, part)
                 begin += len(part)
         else:
-            chosen = masks.place(begin, group.numel)
-            kernels.select(by, square, None, step, flat.max_age, group.segments, chosen, space.empty)
-            masks.put(begin, chosen)
+            _select(by, group, flat, step, masks, begin, space, kernels)
         by = None
         space.release(mark)
     return masks.all()
+
+
+def as_they_pass(of: list[Group], layout: Layout, rank: int, flats: list[FlatState], step: int, space: Workspace, kernels: Kernels,
+                 gradient: int, value: int) -> "AsTheyPass | None":
+    """None: there is no room for it in what is lent, the memory of the other partitions' gradients, of ``gradient`` bytes each, or not for
+    all that is exchanged afterwards, of values of ``value`` bytes, where the own ones were."""
+    splits, ranks, numel = layout.splits(False), layout.world_size, _mask_numel(flats)
+    exchanged = splits[rank] * (value * ranks + flats[0].weight.element_size() + flats[0].stored_last_sync.element_size())
+    exchanged += (ranks + 1) * max(splits) * flats[0].copies.element_size() + 8 * ALIGNMENT
+    if not space.lends or exchanged > gradient * sum(flat.partition_numel for flat in layout.flats):
+        return None
+    is_whole = _fits(numel, of, flats, space, True)
+    has_room = is_whole or _fits(-(-numel // 8), of, flats, space, True, True)
+    return AsTheyPass(of, flats, step, space, kernels, is_whole) if has_room else None
+
+
+class AsTheyPass:
+    """Chooses while a step's own residuals pass for the first time: then they need not pass once more."""
+
+    def __init__(self, of: list[Group], flats: list[FlatState], step: int, space: Workspace, kernels: Kernels, is_whole: bool):
+        """space: of which this keeps a part for the masks. is_whole: there is room for them as they are found."""
+        self._groups, self._flats, self._step, self._space, self._kernels = deque(of), flats, step, space, kernels
+        self._starts, numel, most = _starts(flats), _mask_numel(flats), slice_for(sum(flat.copies.numel() for flat in flats))
+        self._masks = _Whole(numel, space) if is_whole else _Bits(numel, flats[0].weight.device, space, most, space.empty)
+        self._mark, self._by = space.mark(), None
+
+    def look(self, span: spans.Span, residual: torch.Tensor, last: torch.Tensor) -> None:
+        """At the own spans, in order, as they are after the step. Nothing given is changed."""
+        while self._groups and self._groups[0].flat == span.flat and self._groups[0].start < span.stop:
+            group, flat = self._groups[0], self._flats[span.flat]
+            start, stop = max(group.start, span.start), min(group.stop, span.stop)
+            if start == group.start:
+                self._by = self._space.empty(group.numel, residual.dtype, is_tight=True)
+            part, own = self._by[start - group.start:stop - group.start], slice(start - span.start, stop - span.start)
+            part.copy_(residual[own])
+            self._kernels.mark_overdue(part, last[own], self._step, flat.max_age)
+            if stop < group.stop:
+                return
+            _select(self._by, group, flat, self._step, self._masks, self._starts[span.flat] + group.start, self._space, self._kernels)
+            self._by = None
+            self._space.release(self._mark)
+            self._groups.popleft()
+
+    def all(self) -> torch.Tensor:
+        """As choose_passing()."""
+        assert not self._groups, "residuals that did not pass"
+        return self._masks.all()
+
+
+def _starts(flats: list[FlatState]) -> list[int]:
+    """Of each buffer, in the masks one after another."""
+    sizes = (0 if flat.layout.is_full else flat.layout.partition_numel for flat in flats)
+    return list(itertools.accumulate(sizes, initial=0))[:-1]
+
+
+def _mask_numel(flats: list[FlatState]) -> int:
+    return sum(flat.layout.partition_numel for flat in flats if not flat.layout.is_full)
+
+
+def _fits(kept: int, of, flats: list[FlatState], space: Workspace, is_copied: bool, chosen: bool = False) -> bool:
+    """Whether there is room for ``kept`` bytes and what the kernels need for each of the groups. is_copied: their residuals too, which
+    otherwise only those of several pieces are; chosen: what is chosen of them too."""
+    return all(space.has_room(kept, flats[group.flat].stored_residual.element_size() * group.numel * (is_copied or len(group.pieces) > 1),
+                              group.numel * chosen, notes_bytes(group.numel, len(group.segments))) for group in of)
+
+
+def _select(by, group: Group, flat: FlatState, step: int, masks, begin: int, space: Workspace, kernels: Kernels) -> None:
+    chosen = masks.place(begin, group.numel)
+    kernels.select(by, flat.square[group.start:group.stop], None, step, flat.max_age, group.segments, chosen, space.empty)
+    masks.put(begin, chosen)
 
 
 class _Whole:
@@ -126,12 +200,6 @@ class _Whole:
     def __init__(self, numel: int, space: Workspace):
         self._chosen = space.empty(numel, torch.bool)
         self._chosen.zero_()                        # padding
-
-    @staticmethod
-    def fits(numel: int, ways: list[tuple], flats: list[FlatState], space: Workspace) -> bool:
-        needed = ((flats[group.flat].stored_residual.element_size() * group.numel if len(group.pieces) > 1 else 0,
-                   notes_bytes(group.numel, len(group.segments))) for group in {group: None for group, _, _ in ways})
-        return space.lends and all(space.has_room(numel, *sizes) for sizes in needed)
 
     def place(self, start: int, numel: int) -> torch.Tensor:
         return self._chosen[start:start + numel]
@@ -146,10 +214,11 @@ class _Whole:
 
 
 class _Bits:
-    """Masks in an eighth of the memory until there is room for them."""
+    """Masks in an eighth of the memory until there is room for them. empty: makes it, in place of the allocator."""
 
-    def __init__(self, numel: int, device: torch.device, space: Workspace, most: int):
-        self._bits = torch.zeros(-(-numel // 8), dtype=torch.uint8, device=device)
+    def __init__(self, numel: int, device: torch.device, space: Workspace, most: int, empty=None):
+        size = -(-numel // 8)
+        self._bits = empty(size, torch.uint8).zero_() if empty else torch.zeros(size, dtype=torch.uint8, device=device)
         self._numel, self._space, self._most = numel, space, most
 
     def place(self, start: int, numel: int) -> torch.Tensor:

@@ -99,9 +99,9 @@ class Workspace:
             end = begin + stop * block.element_size() if stop < block.numel() else following
             self._rooms.lend(number, begin + start * block.element_size(), end)
 
-    def give_back(self, tensor: torch.Tensor | None) -> None:
-        """Something from empty() is not needed any more."""
-        for number, block in enumerate(self._blocks if tensor is not None else ()):
+    def give_back(self, *tensors: torch.Tensor) -> None:
+        """Some from empty() are not needed any more."""
+        for tensor, (number, block) in itertools.product(tensors, enumerate(self._blocks)):
             start = tensor.data_ptr() - block.data_ptr()
             if 0 <= start < len(block):
                 self._rooms.lend(number, start, start + tensor.nbytes)

@@ -70,7 +70,7 @@ def case_offload_for_long_enough_that_coordinates_are_overdue(rank, world_size):
         with mock.patch.object(ranking, "SLICE", slice_), mock.patch.object(
                 ranking, "TILE_BYTES", 1 << 20 if slice_ == 40 else ranking.TILE_BYTES), mock.patch.object(
                 ranking, "is_too_large", functools.partial(is_cut, ranking.is_too_large) if slice_ == 48 else ranking.is_too_large), (
-                mock.patch.object(ranking._Whole, "fits", return_value=slice_ == 40)) as fits:
+                mock.patch.object(ranking, "_fits", return_value=slice_ == 40)) as fits:
             flow, _ = _equal_to_simulation(rank, world_size, 26, densities=(0.2, 0.2, 0.1), offload=True, kernels="best", piece=piece,
                                             dtype=dtype)
         assert fits.called
@@ -93,7 +93,7 @@ class NotesOnAGpu:
     def select(self, *args):
         chosen, empty = args[6:8]
         self._kernels.select(*args)
-        empty(chosen.numel() * 83 // 128 + 1, torch.int32).fill_(-1)        # after the choice: it lies in nothing of the choice's
+        empty(chosen.numel() * 83 // 512 + 1, torch.int32).fill_(-1)        # after the choice: it lies in nothing of the choice's
         return chosen
 
 
@@ -112,6 +112,36 @@ def case_offload_by_kernels_that_note_things_down(rank, world_size):
             flow.step(fresh, may_overwrite=True)
             compare(flow, simulation, f"step {step}:")
             whole.zero_()
+
+
+def case_offload_where_own_residuals_are_ranked_as_they_pass(rank, world_size):
+    """There is room for it from 2 ranks on: with masks as they are found, and only in bits. Tensors of several pieces, pieces of several
+    buffers; streams that run late; a step without masks in between."""
+    shapes = [[(25, 20)] * 6 + [(11,), (5, 50), (1, 3)], [(64,), (7,)], [(20, 20)] * 9 + [(11, 30)]]
+    for seed, (piece, tile, kind) in enumerate(((1000, 332, "_Bits"), (250, 332, "_Whole"), (100, 900, "_Bits"))):
+        problem = Problem(world_size, dtype=torch.bfloat16, offload={"ahead": True} if piece == 250 else True, shapes=shapes, piece=piece,
+                          densities=(0.05, 0.05, 0.03), seed=seed, dense_warmup_steps=2)
+        flow, simulation, found = problem.flow(dist, rank), problem.simulation(), []
+        flow.kernels, flow.flats[0].passage._streams = NotesOnAGpu(flow.kernels), UnrulyStreams(10 * rank + seed)
+        with mock.patch.object(ranking, "SEGMENT_BYTES", 64), mock.patch.object(ranking, "TILE_BYTES", tile), mock.patch.object(
+                ranking, "as_they_pass", functools.partial(_noting, found, ranking.as_they_pass)):
+            for step in range(1, 24 if piece == 1000 else 8):
+                gradients = [problem.gradient(worker, step) for worker in range(world_size)]
+                simulation.step([[g.clone() for g in own] for own in gradients])
+                fresh = workspace.joined(gradients[rank], torch.bfloat16)[1]
+                torch._foreach_copy_(fresh, gradients[rank])
+                flow.prefetch()
+                flow.step(fresh, may_overwrite=True)
+                if step % 2:
+                    compare(flow, simulation, f"step {step}:")
+        assert len(found) == (0 if world_size > 3 else step - 2) and all((kind is not None) == (world_size > 1) for kind in found)
+        assert world_size != 2 or set(found) == {kind}
+
+
+def _noting(found, of, *given):
+    result = of(*given)
+    found.append(result and type(result._masks).__name__)
+    return result
 
 
 def case_offload_on_streams_that_run_late(rank, world_size):

@@ -1,5 +1,6 @@
 """Known calls on a GPU, launched by one call of C (collectives/repeats.py), shown on a CPU as in test_stream_order.py, which has the order
 in which streams wait: which calls go so, what becomes of them, and when they go the long way."""
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.codec.format import OVERFLOW_BIT, SPILL_SHIFT
-from ds_zipccl.collectives import capacity, flight, group_state, nccl_direct, one_sided, streams
+from ds_zipccl.collectives import capacity, flight, group_state, nccl_direct, one_sided, payload_watch, streams
 from ds_zipccl.collectives.cost import Costs, Curve
 from ds_zipccl.collectives.one_sided import Router
 from ds_zipccl.collectives.registry import specs
@@ -75,6 +76,23 @@ def test_known_calls_are_one_call_of_c_and_end_by_another(gpu, live, many, op):
     assert row["calls_zipped"] == 27 > live.repeats.num_again > 20 and row["raw_bytes"] == 27 * 2 * ROW
     for capacity_of, _ in next(iter(live.repeats._known.values())).rooms:
         assert len(capacity_of.under_way) < 8 and capacity_of.num_calm > 8
+
+
+@ONE_CALL
+def test_a_call_after_a_long_time_is_not_late(gpu, live, many, monkeypatch):
+    """Whoever looks when its kernels are queued, and nothing else is known of it yet, must not take it for the flight's last one."""
+    assert many("reduce_scatter_tensor", 0) == (1, 1)
+    watch, taken, late, begun = payload_watch.PayloadWatch(None), live.workspace.take_flight, [], gpu.box.begun
+
+    def take(key):
+        watch._flights.add(found := taken(key))
+        return found
+
+    monkeypatch.setattr(live.workspace, "take_flight", take)
+    monkeypatch.setattr(payload_watch, "_has_ended", lambda flight: False)
+    monkeypatch.setattr(gpu.box, "begun", lambda *args: (late.append(watch.late(time.monotonic() + 1e6)), begun(*args))[1])
+    end(gpu, begin(gpu, live, "reduce_scatter_tensor", 7), 7)
+    assert late == [[]] and len(watch.late(time.monotonic() + 1e6)) == 1, "one that never ends is"
 
 
 @ONE_CALL

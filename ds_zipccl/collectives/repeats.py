@@ -120,7 +120,6 @@ class Repeats:
         if flight is None:
             return None
         flight.launched_at = flight.looked_at                           # payload_watch.py: not the last call's
-        flight.launched_at = flight.looked_at           # until it is known: it may have been idle for longer than payloads may take
         if flight.ended is not None:
             flight.join_ended()
         repeat = flight.repeat

@@ -19,6 +19,16 @@ class NativeCount:
         self.num_bytes += raw_bytes
 
 
+@dataclass(slots=True)
+class ZippedCount:
+    """Calls of one collective that went compressed and are alike: bytes of one, sent natively and really. Adding to ``num_calls`` takes no
+    lock either."""
+    raw_bytes: int
+    wire_bytes: int
+    one_sided: bool
+    num_calls: int = 0
+
+
 @dataclass
 class OpStats:
     """Sums for one collective. Bytes are what this rank sends: native size (raw) and really sent (wire, with headers
@@ -34,9 +44,16 @@ class OpStats:
     calls_one_sided: int = 0                    # of those zipped: over symmetric memory, not the process group
     not_one_sided: Counter = field(default_factory=Counter)         # why not, of calls that were to go there
 
-    def as_dict(self, natives: dict[str, NativeCount]) -> dict:
-        """``natives``: by reason."""
+    def as_dict(self, natives: dict[str, NativeCount], zipped=()) -> dict:
+        """``natives``: by reason. ``zipped``: ZippedCounts."""
         row = {key: dict(value) if isinstance(value, Counter) else value for key, value in self.__dict__.items()}
+        for count in zipped:
+            num_calls = count.num_calls
+            row["calls_zipped"] += num_calls
+            row["calls_one_sided"] += num_calls * count.one_sided
+            for kind in ("", "zipped_"):
+                row[f"{kind}raw_bytes"] += num_calls * count.raw_bytes
+                row[f"{kind}wire_bytes"] += num_calls * count.wire_bytes
         for reason, native in natives.items():
             row["calls_native"] += native.num_calls
             row["native_reasons"][reason] = native.num_calls
@@ -53,6 +70,7 @@ class Stats:
         self._lock = threading.Lock()
         self._ops: dict[str, OpStats] = {}
         self._natives: dict[str, dict[str, NativeCount]] = {}               # by collective and reason
+        self._zipped: dict[str, dict[tuple, ZippedCount]] = {}              # by collective and bytes
         self.sections: dict[str, Callable[[], tuple[dict, dict]]] = {}      # further keys of a step's row: (counters so far, gauges)
 
     def _op(self, op: str) -> OpStats:
@@ -68,6 +86,15 @@ class Stats:
         with self._lock:
             self._op(op)
             return self._natives.setdefault(op, {}).setdefault(reason, NativeCount())
+
+    def zipped_count(self, op: str, raw_bytes: int, wire_bytes: int, one_sided: bool = False) -> ZippedCount:
+        """For callers that count many."""
+        with self._lock:
+            self._op(op)
+            counts, key = self._zipped.setdefault(op, {}), (raw_bytes, wire_bytes, one_sided)
+            if key not in counts:
+                counts[key] = ZippedCount(*key)
+            return counts[key]
 
     def zipped(self, op: str, raw_bytes: int, wire_bytes: int, one_sided: bool = False) -> None:
         """Counts a compressed call."""
@@ -96,7 +123,7 @@ class Stats:
     def snapshot(self) -> dict[str, dict]:
         """{op: counters} so far, a copy."""
         with self._lock:
-            return {op: row.as_dict(self._natives.get(op, {})) for op, row in self._ops.items()}
+            return {op: row.as_dict(self._natives.get(op, {}), list(self._zipped.get(op, {}).values())) for op, row in self._ops.items()}
 
 
 def difference(now: dict, before: dict) -> dict:

@@ -76,12 +76,16 @@ class Capacity:
     def look_ahead(self) -> bool:
         """Takes account of the oldest call already, before the next one must not go without it, if it is known and leaves everything as it
         is: ranks that do this at different times, or never, agree. Returns whether the next call has nothing to wait for."""
-        if self.num_calm >= CALM_AFTER and len(self.under_way) >= LAG:
-            need = self.under_way[0]
-            if need.is_known() and not need.overflow and (self.spill_per_tile == DEFAULT_SPILL_PER_TILE
-                                                          or self._room_after((*self._recent, need.num_bytes)) is None):
-                self.take_account()
-        return self.num_calm >= CALM_AFTER and len(self.under_way) < LAG
+        under_way = self.under_way
+        if self.num_calm >= CALM_AFTER and len(under_way) >= LAG:
+            need = under_way[0]
+            if need.num_bytes is not None and not need.overflow:
+                if self.spill_per_tile == DEFAULT_SPILL_PER_TILE:       # what ``take_account`` does then
+                    self._recent.append(under_way.popleft().num_bytes)
+                    self.num_calm += 1
+                elif self._room_after((*self._recent, need.num_bytes)) is None:
+                    self.take_account()
+        return self.num_calm >= CALM_AFTER and len(under_way) < LAG
 
     def _room_after(self, needs) -> int | None:
         """The room that the latest calls, which did not overflow, leave, or None: it stays. A guess goes down as soon as the class is

@@ -78,6 +78,7 @@ class Watch:
         self._states = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
         self._awake, self._ended = threading.Event(), False
+        self._is_awake = False                  # the same as ``_awake``, for who asks in every call
         self._thread: threading.Thread | None = None
 
     def add(self, state) -> None:
@@ -86,7 +87,8 @@ class Watch:
 
     def wake(self) -> None:
         """After a call was launched."""
-        if not self._awake.is_set():
+        if not self._is_awake:
+            self._is_awake = True
             self._awake.set()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="zipccl watch", daemon=True)
@@ -98,8 +100,9 @@ class Watch:
             time.sleep(PATIENCE_S)
             if not self._any_busy():
                 self._awake.clear()
+                self._is_awake = False
                 if self._any_busy():            # launched just before
-                    self._awake.set()
+                    self.wake()
 
     def _any_busy(self) -> bool:
         busy = False

@@ -64,6 +64,7 @@ class Flight:
         self._plan: Plan | None = None
         self._goes_by_plan = False
         self.repeat: launch_calls.Repeat | None = None              # of its plan
+        self._is_repeated = False                                   # its last call went by that, and ended without a resend
 
     # What payload_watch.py asks.
 
@@ -114,7 +115,7 @@ class Flight:
 
     def begin(self, call: Call) -> None:
         """Launches ``call``."""
-        self.call, self.resent, self.channel = call, False, transport.direct(call.group, self.device)
+        self.call, self.resent, self.channel, self._is_repeated = call, False, transport.direct(call.group, self.device), False
         self._sent_again, self.launched_at = False, self.looked_at
         if self.ended is not None:
             self.join_ended()
@@ -206,9 +207,11 @@ class Flight:
 
     def repeated(self, call: Call, reading) -> None:
         """``repeat`` has queued ``call``, whose words ``reading`` brings."""
-        self.call, self.outputs, self.store, self.op, self.resent = call, call.outputs, None, call.op, False
-        self.payload_work, self._sent_again, self.is_early, self._goes_by_plan = None, False, True, True
-        self.filled.stream = self._plan.decode_stream
+        self.call, self.outputs = call, (call.output,)
+        if not self._is_repeated:               # the last one was not like this
+            self.store, self.op, self.resent, self.payload_work = None, call.op, False, None
+            self._sent_again, self.is_early, self._goes_by_plan, self._is_repeated = False, True, True, True
+            self.filled.stream = self._plan.decode_stream
         self.words.posted(reading, 0, 0)
         self.prepare(call)
 
@@ -258,7 +261,7 @@ class Flight:
     def on_words(self, words: list[int]) -> None:
         sent_again = self.settle(words)
         if sent_again is not None:
-            self._sent_again = True
+            self._sent_again, self._is_repeated = True, False
             if self.launch.stats is not None:
                 self.launch.stats.overflow(self.op, sent_again)
             if self.windows is not None:

@@ -35,8 +35,8 @@ class Repeat:
     is not asked. ``capacity``: None: of a collective that has more than one class, or other things to do before its launch. ``box``,
     ``one_sided``: for ``again``, over the group or over symmetric memory; neither: for ``launch`` alone."""
     __slots__ = ("kind", "state", "group", "states", "index", "numel", "dtype", "reduce_op", "root", "always", "shapes", "name", "capacity",
-                 "stream", "room", "flight_key", "box", "backend", "rooms", "workspace", "stats", "pairwise", "op", "choice", "num_changes",
-                 "one_sided", "raw_bytes")
+                 "stream", "room", "flight_key", "box", "backend", "rooms", "workspace", "count", "pairwise", "op", "choice", "num_changes",
+                 "one_sided")
 
     def __init__(self, call: Call, kind: Kind | None, state, states: dict, group: weakref.ref):
         data, out = call.input, call.output
@@ -56,14 +56,16 @@ class Repeat:
             self.name = tuple(name)
             self.capacity = self.state.capacities[self.name]
         # A probe's classes are not its group's.
-        self.rooms, self.workspace, self.stats = () if launch.trial else flight.rooms, launch.workspace, launch.stats
+        self.rooms, self.workspace = () if launch.trial else flight.rooms, launch.workspace
+        self.count = launch.stats and launch.stats.zipped_count(self.op, flight.raw_bytes, flight.wire_bytes)
         self.box = self.state.side.ring_box() if AGAIN and flight.repeats_whole else None
         # Nothing else here keeps the group's communicators alive, and this goes with the group.
         self.backend = None if self.box is None else transport.direct(call.group, call.device)
         return self
 
     def over_memory(self, known, always: bool, stats, raw_bytes: int) -> "Repeat":
-        self.one_sided, self.stream, self.always, self.stats, self.raw_bytes = known, known.stream, always, stats, raw_bytes
+        self.one_sided, self.stream, self.always = known, known.stream, always
+        self.count = stats and stats.zipped_count(self.op, raw_bytes, known.sent_bytes, one_sided=True)
         return self
 
 
@@ -141,7 +143,9 @@ class Repeats:
         for capacity, _ in () if known.pairwise else known.rooms:       # pairs' own ``prepare`` has done it
             flight.needs = capacity.launched(),
         if measured is not None:
-            measured.count()
+            measured.num_calls += 1                                     # as ``count`` does
+            if measured.num_calls >= measured.quiet_until:
+                measured.forget_native()
         if known.name is not None:
             state.capacities[known.name] = state.capacities.pop(known.name)         # the one used last
         pending = Pending.of_flight(flight, state, count)
@@ -149,8 +153,8 @@ class Repeats:
         work = ZipWork.of(pending, state)
         self.num_again += 1
         flight.launched_at = time.monotonic()
-        if known.stats is not None:
-            known.stats.zipped(known.op, flight.raw_bytes, flight.wire_bytes)
+        if known.count is not None:
+            known.count.num_calls += 1
         for capacity, _ in known.rooms:
             if len(capacity.under_way) >= LAG:
                 capacity.look_ahead()
@@ -170,8 +174,8 @@ class Repeats:
         if choice is not None:
             choice.measured.count()
         self.num_again += 1
-        if known.stats is not None:
-            known.stats.zipped(known.op, known.raw_bytes, work.sent_bytes, one_sided=True)
+        if known.count is not None:
+            known.count.num_calls += 1
         return work
 
     def launch(self, call: Call) -> tuple[Kind | None, Flight | None]:

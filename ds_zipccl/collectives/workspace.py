@@ -82,11 +82,13 @@ class Workspace:
         with self._lock:
             if num_bytes > self._max_bytes:
                 return
-            stack = self._idle[key] = self._idle.pop(key, [])            # to the end: used last
-            while self.held_bytes + num_bytes > self._max_bytes:
+            stack = self._idle.pop(key, None) or []
+            while self.held_bytes + num_bytes > self._max_bytes and self._idle:
                 self._drop_oldest()
+            while self.held_bytes + num_bytes > self._max_bytes:            # its own kind alone is left
+                self.held_bytes -= _bytes_of(stack.pop(0))
             stack.append(item)
-            self._idle[key] = stack
+            self._idle[key] = stack                                         # at the end: used last
             self.held_bytes += num_bytes
 
     def _drop_oldest(self) -> None:

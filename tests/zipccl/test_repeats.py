@@ -176,7 +176,7 @@ class KnownTransport:
             self.num_known += not self.refuses
             return None if self.refuses else self._run(out, data)
 
-        return SimpleNamespace(transport=self, stream=7, launch=launch)
+        return SimpleNamespace(transport=self, stream=7, launch=launch, sent_bytes=70)
 
 
 @ONE_CALL

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_scape.optimizer import memory
-from ds_scape.optimizer.ranking import fit_beside_the_exchange
+from ds_scape.optimizer.ranking import fit_beside_the_exchange, own_gradients_hold_the_exchange
 from ds_scape.sync.partition import Layout, TensorSlot, flat_layout
 from ds_scape.sync.traffic import dense_zero_bytes, step_bytes
 from zipscape.errors import ConfigError, describe
@@ -108,7 +108,9 @@ def _memory(layout: Layout, offload: bool, sizes: memory.Sizes, encoding: str) -
     stored, ranks = kept["residual"] + kept["ages"], layout.world_size
     if not offload:
         return {"device": device + stored, "host": 0, "passing": 0}
-    is_once = fit_beside_the_exchange(layout, 0, sizes.residual, sizes.gradient, sizes.value, sizes.age)
+    # The latter where there is room for every tensor.
+    is_once = fit_beside_the_exchange(layout, 0, sizes.residual, sizes.gradient, sizes.value, sizes.age) or ranks > 1 and (
+        own_gradients_hold_the_exchange(layout, 0, sizes.gradient, sizes.value, sizes.residual, sizes.weight, sizes.age))
     once_more = 0 if is_once else kept["residual"] // ranks + kept["ages"]
     return {"device": device + memory.buffer_bytes(layout), "host": stored, "passing": stored + once_more}
 

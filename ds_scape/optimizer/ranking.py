@@ -71,6 +71,13 @@ def fit_beside_the_exchange(layout: Layout, rank: int, residual: int, gradient: 
     return (ranks - 1) * gradient >= residual + age and residual * own + (age + residual + value * ranks) * num <= gradient * ranks * own
 
 
+def own_gradients_hold_the_exchange(layout: Layout, rank: int, gradient: int, value: int, state: int, weight: int, age: int) -> bool:
+    """Whether all that is exchanged with masks finds room where the own partition's gradients were: then masks may be found where the
+    others' were meanwhile. Sizes in bytes."""
+    splits, ranks, own = layout.splits(False), layout.world_size, sum(flat.partition_numel for flat in layout.flats)
+    return splits[rank] * (value * ranks + state + age) + (ranks + 1) * max(splits) * weight + 8 * ALIGNMENT <= gradient * own
+
+
 def is_too_large(group: Group, has_room, size: int) -> bool:
     """Whether there is no room for a group's residuals, of ``size`` bytes each, to lie together."""
     return len(group.pieces) > 1 and 0 < group.segments[0][2] < group.numel and not has_room(size * group.numel)
@@ -128,10 +135,8 @@ def as_they_pass(of: list[Group], layout: Layout, rank: int, flats: list[FlatSta
                  gradient: int, value: int) -> "AsTheyPass | None":
     """None: there is no room for it in what is lent, the memory of the other partitions' gradients, of ``gradient`` bytes each, or not for
     all that is exchanged afterwards, of values of ``value`` bytes, where the own ones were."""
-    splits, ranks, numel = layout.splits(False), layout.world_size, _mask_numel(flats)
-    exchanged = splits[rank] * (value * ranks + flats[0].weight.element_size() + flats[0].stored_last_sync.element_size())
-    exchanged += (ranks + 1) * max(splits) * flats[0].copies.element_size() + 8 * ALIGNMENT
-    if not space.lends or exchanged > gradient * sum(flat.partition_numel for flat in layout.flats):
+    numel, sizes = _mask_numel(flats), (t.element_size() for t in (flats[0].weight, flats[0].copies, flats[0].stored_last_sync))
+    if not space.lends or not own_gradients_hold_the_exchange(layout, rank, gradient, value, *sizes):
         return None
     is_whole = _fits(numel, of, flats, space, True)
     has_room = is_whole or _fits(-(-numel // 8), of, flats, space, True, True)

@@ -67,10 +67,12 @@ def test_time_is_bytes_over_the_link(tmp_path):
     assert half["dense, reduce-scatter"]["exposed_s"] == pytest.approx(3.2 - 0.25 * 1.6)
     assert half["dense, all-reduce"]["exposed_s"] == pytest.approx(4.8 - 0.7)                  # no more than there is time for
     assert half["SCAPE 0.1"]["exposed_s"] == scape["exposed_s"]
-    offload = timed("0.7", "--offload", "--host-link", "16")["SCAPE 0.1"]
-    # Residual and ages; those of the own half once more, to be ranked.
-    assert offload["exposed_s"] - scape["exposed_s"] == pytest.approx((3200e6 + 800e6 + 1600e6 + 800e6) / 16e9)
-    plain, moved = (timed("0.7", "--ranks", "4", *more)["SCAPE 0.1"] for more in ((), ("--offload", "--host-link", "16")))
+    # Residual and ages; where much is sent those of the own half once more, to be ranked.
+    link = "--offload", "--host-link", "16"
+    for density, again in ((0.1, 0), (0.3, 1600e6 + 800e6)):
+        plain, moved = (timed("0.7", "--density", str(density), *more)[f"SCAPE {density}"] for more in ((), link))
+        assert moved["exposed_s"] - plain["exposed_s"] == pytest.approx((3200e6 + 800e6 + again) / 16e9)
+    plain, moved = (timed("0.7", "--ranks", "4", *more)["SCAPE 0.1"] for more in ((), link))
     assert moved["exposed_s"] - plain["exposed_s"] == pytest.approx((3200e6 + 400e6) / 16e9)
 
 

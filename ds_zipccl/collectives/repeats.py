@@ -34,7 +34,7 @@ class Repeat:
     """A zipped call of one dense tensor to another, on a GPU. ``kind``: None: of a probe. ``states``: of its group. ``always``: the switch
     is not asked. ``capacity``: None: of a collective that has more than one class, or other things to do before its launch. ``box``,
     ``one_sided``: for ``again``, over the group or over symmetric memory; neither: for ``launch`` alone."""
-    __slots__ = ("kind", "state", "group", "states", "index", "numel", "dtype", "reduce_op", "root", "always", "shapes", "name", "capacity",
+    __slots__ = ("kind", "state", "group", "states", "index", "numel", "dtype", "reduce_op", "root", "always", "shapes", "firsts", "name", "capacity",
                  "stream", "room", "flight_key", "box", "backend", "rooms", "workspace", "count", "pairwise", "op", "choice", "num_changes",
                  "one_sided")
 
@@ -43,6 +43,7 @@ class Repeat:
         self.kind, self.state, self.states, self.group, self.op = kind, state, states, group, call.op
         self.index, self.numel, self.dtype = data.get_device(), out.numel(), out.dtype
         self.reduce_op, self.root, self.shapes = call.reduce_op, call.root, kind and kind.shapes
+        self.firsts = self.shapes and tuple([shape[0] for shape in self.shapes])        # what is split, of tensors without gaps
         self.capacity = self.name = self.box = self.backend = self.one_sided = self.choice = None
         self.num_changes = -1                                           # of the switch's mind, when ``choice`` was found to hold
 
@@ -88,7 +89,7 @@ class Repeats:
                 or call.reduce_op is not known.reduce_op or call.root != known.root or call.input_splits or call.output_splits
                 or data.get_device() != known.index or out.get_device() != known.index or len(known.states) != 1
                 or not data.is_contiguous() or not out.is_contiguous() or streams.of_device(known.index) != known.stream
-                or known.shapes is not None and known.shapes != (out.shape, data.shape)):
+                or known.firsts is not None and known.firsts != (out.size(0), data.size(0))):
             return None
         if known.one_sided is not None:
             return self._again_one_sided(known, out, data)

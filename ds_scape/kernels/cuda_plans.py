@@ -66,6 +66,18 @@ class PositionsPlan(NamedTuple):
     """[number of parts]: the number of runs up to the end of a part."""
 
 
+class Ones:
+    """How many ones each part of a mask has, or -1 where a message contradicts itself: the host waits for it where it is read."""
+
+    def __init__(self, before: torch.Tensor, plan: PositionsPlan, is_sound: torch.Tensor):
+        """before: the sums of the runs' ones; is_sound: negative where the message is not."""
+        self._ends = torch.cat([before[plan.ends], is_sound])
+
+    def __iter__(self):
+        *ends, is_sound = self._ends.tolist()
+        return iter([stop - start if is_sound >= 0 else -1 for start, stop in zip([0, *ends], ends, strict=False)])
+
+
 @functools.lru_cache(maxsize=256)
 def positions_plan(sizes: tuple[int, ...], device: torch.device) -> PositionsPlan:
     runs, ends, offset = [torch.empty(0, 3, dtype=torch.int64, device="cpu")], [], 0

@@ -1,4 +1,4 @@
-"""The CUDA kernels (csrc/scape/kernels.cu) as a kernel set: queued on the current stream; only unpack_mask waits, for the counts it found.
+"""The CUDA kernels (csrc/scape/kernels.cu) as a kernel set: queued on the current stream; nothing waits but who reads unpack_mask's counts.
 
 A library that was built ahead of time is taken where it suits the GPU and torch, else nvcc compiles one.
 """
@@ -97,9 +97,7 @@ class CudaKernels:
         positions = torch.empty(total, dtype=position_dtype(sizes), device=device)
         self._call("positions", device, words.data_ptr(), within.data_ptr(), len(within), plan.runs.data_ptr(), plan.bases.data_ptr(),
                    len(plan.runs), ones.data_ptr(), before.data_ptr(), total, positions.data_ptr(), positions.element_size())
-        *ends, is_sound = torch.cat([before[plan.ends], sums[-1:]]).tolist()            # waits
-        found = [stop - start for start, stop in zip([0, *ends], ends, strict=False)]
-        return list(positions.split(counts)), found if is_sound >= 0 else [-1] * len(sizes)
+        return list(positions.split(counts)), plans.Ones(before, plan, sums[-1:])
 
     # --- a worker's residual, the owner's steps -----------------------------------------------------------------------------------------
     def enter(self, residual, gradient, factor, index, values, first, square, own_start, beta2):

@@ -1,5 +1,5 @@
-"""The Triton kernels as a kernel set: the bits of every other one, for GPUs without nvcc. Queued on the current stream; only unpack_mask
-waits, for the counts it found.
+"""The Triton kernels as a kernel set: the bits of every other one, for GPUs without nvcc. Queued on the current stream; nothing
+waits but who reads what unpack_mask counted.
 
 With TRITON_INTERPRET=1 in the environment (before Triton is first imported) the kernels run on CPU tensors: slow, for tests.
 """
@@ -78,9 +78,7 @@ class TritonKernels:
         before = torch.zeros(1, dtype=torch.int64, device=device)
         if len(plan.runs):
             before = self._write_ones(words, plan, torch.empty(len(plan.runs), dtype=torch.int32, device=device), total, positions)
-        *ends, is_sound = torch.cat([before[plan.ends], is_sound]).tolist()             # waits
-        found = [stop - start for start, stop in zip([0, *ends], ends, strict=False)]
-        return list(positions.split(counts)), found if is_sound >= 0 else [-1] * len(sizes)
+        return list(positions.split(counts)), plans.Ones(before, plan, is_sound)
 
     def _fill(self, words, ranges, value):
         if ranges:

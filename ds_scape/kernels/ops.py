@@ -13,7 +13,8 @@ stands once; they are 4 bytes without a sign, in int32 (impl_reference.places), 
     their blocks, ascending, the rest 0.
 ``unpack_mask(message, numel, dense, encoding, sizes, counts)``
     The inverse with ``dense`` put back in, cut into parts of ``sizes`` elements (they sum up to numel): (positions in each part, how many
-    ones each part has). Where that is not ``counts`` the message is corrupt and the positions mean nothing; -1: it contradicts itself.
+    ones each part has, an iterable). Where that is not ``counts`` the message is corrupt and the positions mean nothing; -1: it contradicts
+    itself.
 ``enter(residual, gradient, factor, index, values, first, square, own_start, beta2)``
     residual [n] += factor * gradient [n] (None: nothing enters; the product is rounded to fp32 first), then what is sent is taken out:
     values = residual in the values' dtype, residual -= values, at the positions ``index - first`` (None: everywhere; values None: nothing
@@ -45,7 +46,7 @@ stands once; they are 4 bytes without a sign, in int32 (impl_reference.places), 
     One AdamS step, all [n]: m's weight ``kept``, the gradient's ``taken``; weight *= decay; both uses of m are divided by ``correction``.
 
 Numbers (lr, factor, ...) are Python floats that are rounded to the state's dtype once. On a GPU everything is queued on the current stream;
-only unpack_mask waits for it.
+nothing waits for it but who reads how many ones unpack_mask found.
 """
 import logging
 from collections import Counter

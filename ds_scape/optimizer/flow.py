@@ -391,8 +391,7 @@ class Flow:
         """The positions of the coming step; waits for the mask under way."""
         if self._positions is None:
             messages = (self._arriving or self.transport.gather_async(self._mask_message, "mask")).wait()
-            decoded = (self.codec.decode(row, rank) for rank, row in enumerate(messages))
-            self._positions = Positions(self.layout, decoded)
+            self._positions = Positions(self.layout, self.codec.decode_all(messages))
             self._arriving = None
         return self._positions
 

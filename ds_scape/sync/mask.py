@@ -46,10 +46,23 @@ class MaskCodec:
 
     def decode(self, message: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """The positions (ops.py), [k] ascending, per buffer that is not full. Raises ZipScapeError unless every count is the layout's."""
-        counts = tuple(flat.count(rank, dense=False) for flat in self._masked)
-        positions, found = self._kernels.unpack_mask(message, self._numel, self._dense[rank], self.encoding, self._sizes, counts)
-        if tuple(found) != counts:
+        return self._checked(*self._unpack(message, rank), rank)
+
+    def decode_all(self, messages: torch.Tensor) -> list[list[torch.Tensor]]:
+        """The same of all ranks' messages. On a GPU the host waits once, when all are unpacked."""
+        unpacked = [self._unpack(message, rank) for rank, message in enumerate(messages)]
+        return [self._checked(*found, rank) for rank, found in enumerate(unpacked)]
+
+    def _counts(self, rank: int) -> tuple[int, ...]:
+        return tuple(flat.count(rank, dense=False) for flat in self._masked)
+
+    def _unpack(self, message: torch.Tensor, rank: int):
+        return self._kernels.unpack_mask(message, self._numel, self._dense[rank], self.encoding, self._sizes, self._counts(rank))
+
+    def _checked(self, positions: list[torch.Tensor], found, rank: int) -> list[torch.Tensor]:
+        found, counts = tuple(found), self._counts(rank)
+        if found != counts:
             raise ZipScapeError(describe("a received mask does not have the number of ones that its layout says",
-                                         got="counts that contradict its size" if -1 in found else found, expected=list(counts),
+                                         got="counts that contradict its size" if -1 in found else list(found), expected=list(counts),
                                          where=f"the partition of rank {rank}"))
         return positions

@@ -110,6 +110,33 @@ def test_a_corrupt_message_is_an_error(encoding):
             codec.decode(broken, 0)
 
 
+class LateCounts:
+    """Kernels whose counts are waited for, as on a GPU. ``seen``: what happened, in order."""
+
+    def __init__(self):
+        self.seen = []
+
+    def unpack_mask(self, *args):
+        positions, found = masks.REFERENCE.unpack_mask(*args)
+        self.seen.append("unpacked")
+        return positions, (self.seen.append("waited") or count for count in found)
+
+
+def test_all_masks_are_unpacked_before_the_host_waits():
+    """And who sent what is corrupt is said."""
+    whole, kernels = layout(3, 0.05), LateCounts()
+    codec, flat = masks.MaskCodec(whole, "indices", kernels), whole.flats[0]
+    chosen = [masks.select(x, x > 2, flat.segments[rank]) for rank, x in enumerate(
+        torch.rand(flat.partition_numel, generator=generator(seed)) for seed in range(3))]
+    messages = torch.stack([masks.MaskCodec(whole, "indices").encode(mask, rank) for rank, mask in enumerate(chosen)])
+    for (positions,), mask in zip(codec.decode_all(messages), chosen, strict=True):
+        assert torch.equal(positions, mask.nonzero().view(-1))
+    assert kernels.seen == 3 * ["unpacked"] + 3 * ["waited"]
+    messages[1, 0] ^= 1
+    with pytest.raises(ZipScapeError, match="the partition of rank 1"):
+        codec.decode_all(messages)
+
+
 @pytest.mark.parametrize("numel", [100_000, (1 << 31) - 1, 1 << 31, (1 << 31) + 9, (1 << 32) - 1, 1 << 32])
 @pytest.mark.parametrize("num", [0, 1, 2, 3, 127, 128, 5000])
 def test_positions_are_found_with_and_without_a_sign(num, numel):

@@ -34,9 +34,9 @@ class Repeat:
     """A zipped call of one dense tensor to another, on a GPU. ``kind``: None: of a probe. ``states``: of its group. ``always``: the switch
     is not asked. ``capacity``: None: of a collective that has more than one class, or other things to do before its launch. ``box``,
     ``one_sided``: for ``again``, over the group or over symmetric memory; neither: for ``launch`` alone."""
-    __slots__ = ("kind", "state", "group", "states", "index", "numel", "dtype", "reduce_op", "root", "always", "shapes", "firsts", "name", "capacity",
-                 "stream", "room", "flight_key", "box", "backend", "rooms", "workspace", "count", "pairwise", "op", "choice", "num_changes",
-                 "one_sided")
+    __slots__ = ("kind", "state", "group", "states", "index", "numel", "dtype", "reduce_op", "root", "always", "shapes", "firsts", "name",
+                 "capacity", "stream", "room", "flight_key", "box", "backend", "rooms", "workspace", "count", "pairwise", "op", "choice",
+                 "num_changes", "one_sided")
 
     def __init__(self, call: Call, kind: Kind | None, state, states: dict, group: weakref.ref):
         data, out = call.input, call.output

@@ -4,7 +4,7 @@
 // all other pointers are of device memory.
 #include "mask.cuh"
 #include "norm.cuh"
-#include "select_settle.cuh"
+#include "select_end.cuh"
 #include "worker.cuh"
 
 using namespace scape;
@@ -143,10 +143,9 @@ int scape_cuda_sum_of_squares(const void* x, i64 num, int dtype, double* lanes, 
 }
 
 // searches: as they begin, to be copied to those of `scratch`. hints: what this writes for the next time, or none; has_hints: what the last
-// time wrote. is_small: no search has more than a few thousand tiles. fills: the parts of c->chosen that no search decides. ctas: as many
-// as the device can have at once, two on a multiprocessor.
-int scape_cuda_select(const Select* c, const Scratch* scratch, const Search* searches, i64 num_searches, int is_small, Hint* hints,
-                      int has_hints, const Fill* fills, i64 num_fills, int ctas, cudaStream_t stream) {
+// time wrote. fills: the parts of c->chosen that no search decides. ctas: as many as the device can have at once, two on a multiprocessor.
+int scape_cuda_select(const Select* c, const Scratch* scratch, const Search* searches, i64 num_searches, Hint* hints, int has_hints,
+                      const Fill* fills, i64 num_fills, int ctas, cudaStream_t stream) {
     Scratch s = *scratch;
     s.by_fours = is_aligned(c->rank_by, 16) && is_aligned(c->square, 16) && is_aligned(c->last_sync, 4 * c->last_bytes) &&
                  is_aligned(c->chosen, 4);
@@ -163,10 +162,6 @@ int scape_cuda_select(const Select* c, const Scratch* scratch, const Search* sea
         c->square ? choose_as<Kind<true, 2>>(*c, s, grid, has_hints, stream) : choose_as<Kind<false, 2>>(*c, s, grid, has_hints, stream);
     else
         c->square ? choose_as<Kind<true, 4>>(*c, s, grid, has_hints, stream) : choose_as<Kind<false, 4>>(*c, s, grid, has_hints, stream);
-    if (is_small) {
-        SCAPE_LAUNCH_NEXT(settle_kernel, num_searches, kSettleThreads, stream, *c, s, hints, has_hints != 0);
-        return last_error();
-    }
     SCAPE_LAUNCH_NEXT(digit_kernel, s.num_groups, kThreads, stream, *c, s, hints, has_hints != 0);
     SCAPE_LAUNCH_NEXT(equal_kernel, s.num_groups, kThreads, stream, *c, s);
     SCAPE_LAUNCH_NEXT(finish_kernel, s.num_groups, kThreads, stream, *c, s);

@@ -10,7 +10,6 @@
 //   digit     the third digit, over what was noted
 //   equal     equal keys: how many before each tile, where not all of them are taken
 //   finish    chosen or not, for what was noted
-//   settle    the last three in one, where no search has many tiles
 //
 // What follows from a search's counts is worked out by the CTA that is the last to add to them.
 #ifndef SCAPE_SELECT_CUH
@@ -93,13 +92,12 @@ struct FromTop {
     u32 counts[kPer];           // this thread's, upwards
     u32 above;                  // sum of those above them
 
-    // is_own: the histogram is in this CTA's shared memory; otherwise others have added to it.
-    __device__ __forceinline__ FromTop(const u32* histogram, u32* shared, bool is_own = false) {
+    __device__ __forceinline__ FromTop(const u32* histogram, u32* shared) {
         const u32* const own = histogram + first();
         u32 sum = 0, total;
 #pragma unroll
         for (u32 j = 0; j < kPer; j += 4) {
-            const uint4 four = is_own ? *(const uint4*)(own + j) : load_fresh_four(own + j);
+            const uint4 four = load_fresh_four(own + j);
             counts[j] = four.x, counts[j + 1] = four.y, counts[j + 2] = four.z, counts[j + 3] = four.w;
         }
 #pragma unroll

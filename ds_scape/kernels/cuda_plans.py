@@ -11,8 +11,8 @@ from ds_scape.kernels.impl_reference import BLOCK
 #: 8 bytes of a Search.
 TILE, MAX_NOTES, GROUP, HISTOGRAM, SEARCH_WORDS = 512, 64, 256, 8192, 10
 
-#: Up to so many tiles of a search its last steps are one kernel's, and one CTA's.
-SETTLE_TILES = 8192
+#: Up to this share of all elements to choose, a choice begins around the last one's keys: of more, too many keys lie close to the last one.
+HINTED_SHARE = 0.05
 
 #: As in csrc/scape/worker.cuh: elements of the residual that a CTA works on.
 ENTER_TILE = 4096
@@ -29,8 +29,8 @@ class SelectPlan(NamedTuple):
     before the segment's first; the rest 0. What every call begins with."""
     fills: torch.Tensor
     """[F, 3], int64: start, stop, value of what no search decides: gaps, segments chosen whole or not at all."""
-    most_tiles: int
-    """Of a search."""
+    is_hinted: bool
+    """Whether a choice begins around the keys of the last one."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -53,7 +53,7 @@ def select_plan(segments: tuple, numel: int, device: torch.device) -> SelectPlan
     search_of_tile = torch.arange(len(tiles_of), dtype=torch.int32, device="cpu").repeat_interleave(
         torch.tensor(tiles_of, dtype=torch.int64, device="cpu"))
     return SelectPlan(search_of_tile.to(device), _rows(groups, 2, device), _rows(searches, SEARCH_WORDS, device), _rows(fills, 3, device),
-                      max(tiles_of, default=0))
+                      sum(search[2] for search in searches) <= HINTED_SHARE * sum(search[1] - search[0] for search in searches))
 
 
 class PositionsPlan(NamedTuple):

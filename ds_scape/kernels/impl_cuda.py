@@ -18,7 +18,7 @@ _SIGNATURES = {
     "enter": (_P,), "track_square": (_P,), "owner_step": (_P,), "dense_step": (_P,),
     "scatter": (_P, _P, _I32, _P, _I64, _I32),
     "take_ages": (_P, _I32, _P, _I32, _I64, _I64, _I32, _P), "mark_overdue": (_P, _P, _I32, _I64, _I32, _I32),
-    "select": (_P, _P, _P, _I64, _I32, _P, _I32, _P, _I64, _I32),
+    "select": (_P, _P, _P, _I64, _P, _I32, _P, _I64, _I32),
     "sum_of_squares": (_P, _I64, _I32, _P),
     "words_of_mask": (_P, _I64, _P, _P, _I64),
     "indices_of_words": (_P, _P, _I64, _I64, _P, _P),
@@ -141,6 +141,7 @@ class CudaKernels:
         plan = plans.select_plan(segments, rank_by.numel(), device)
         num_tiles, num_searches, num_groups = len(plan.search_of_tile), len(plan.searches), len(plan.groups)
         chosen = torch.empty(rank_by.numel(), dtype=torch.bool, device=device) if chosen is None else chosen
+        hints = hints if plan.is_hinted else None
         has_hints = hints is not None and hints.get("plan") is plan
         if hints is not None and not has_hints:
             hints.update(plan=plan, keys=torch.empty(2 * num_searches, dtype=torch.int32, device=device))
@@ -150,8 +151,8 @@ class CudaKernels:
         parts = empty(sum(sizes), torch.int32).split(sizes)         # what is read by fours is the first
         scratch = c.Scratch(*(t.data_ptr() for t in (plan.search_of_tile, plan.groups, *parts)), num_tiles, num_groups)
         structure = c.select(rank_by, square, last_sync, chosen, step, max_age)
-        self._call("select", device, ctypes.byref(structure), ctypes.byref(scratch), plan.searches.data_ptr(), num_searches,
-                   plan.most_tiles <= plans.SETTLE_TILES, keys, has_hints, plan.fills.data_ptr(), len(plan.fills), self._ctas_of(device))
+        self._call("select", device, ctypes.byref(structure), ctypes.byref(scratch), plan.searches.data_ptr(), num_searches, keys,
+                   has_hints, plan.fills.data_ptr(), len(plan.fills), self._ctas_of(device))
         return chosen
 
 

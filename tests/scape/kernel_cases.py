@@ -155,7 +155,7 @@ def check_mark(kernels, n, max_age, seed=0, offset=1):
 
 
 def check_select(kernels, rank_by, square, segments, *, overdue=0.02, seed=0, offset=1):
-    """CUDA's both ways to end, the second of them with the first one's hints."""
+    """Twice, as CUDA's second choice has the first one's hints."""
     n = rank_by.numel()
     last = torch.randint(61, 99, (n,), generator=rng(seed + 5), dtype=torch.int32)
     last[torch.rand(n, generator=rng(seed + 6)) < overdue] = 7
@@ -166,8 +166,9 @@ def check_select(kernels, rank_by, square, segments, *, overdue=0.02, seed=0, of
         compare(kernels, "select", {"rank_by": by_sign, "square": square}, lambda f, rank_by, square: f(
             rank_by, square, reference.upper_halves(rank_by), -1, 0, segments), offset)
     hints = {}
-    for most in (cuda_plans.SETTLE_TILES, 0) if hasattr(kernels, "built_by") else (0,):
-        with mock.patch.object(cuda_plans, "SETTLE_TILES", most):
+    with mock.patch.object(cuda_plans, "HINTED_SHARE", 1.0):
+        cuda_plans.select_plan.cache_clear()
+        for _ in range(2):
             compare(kernels, "select", {"rank_by": rank_by, "square": square, "last_sync": last},
                     lambda f, rank_by, square, last_sync: f(rank_by, square, last_sync, step, 40, segments, None, None, hints), offset)
 

@@ -1,6 +1,6 @@
-// The end of a selection (select.cuh): digit, equal and finish, and settle, which is the three of them in one.
-#ifndef SCAPE_SELECT_SETTLE_CUH
-#define SCAPE_SELECT_SETTLE_CUH
+// The end of a selection (select.cuh): digit, equal and finish.
+#ifndef SCAPE_SELECT_END_CUH
+#define SCAPE_SELECT_END_CUH
 
 #include "select.cuh"
 
@@ -118,40 +118,6 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const Select c, const 
     choose_noted(search.prefix, search.wanted - before, own, c, s, search);
 }
 
-// All three, a CTA for a search: fewer launches, and fewer CTAs at large ones.
-constexpr u32 kSettleThreads = 1024;
-__global__ void __launch_bounds__(kSettleThreads) settle_kernel(const Select c, const Scratch s, Hint* hints, bool had_hints) {
-    __shared__ __align__(16) u32 histogram[8192];
-    __shared__ u32 shared[kSettleThreads / kWarp], found[3];
-    static_assert(1 << (kThirdBits + kMaxCoarse) == 8192, "");
-    for (u32 d = threadIdx.x; d < 8192; d += kSettleThreads) histogram[d] = 0;
-    begin_in_turn();
-    const Search search = s.searches[blockIdx.x];
-    __syncthreads();
-    const auto lane_of = [&](u32 first) {
-        const u32 left = (u32)search.num_tiles - first;
-        return Lane(s, Group{search.first_tile + (int)first, (int)(left < kSettleThreads ? left : kSettleThreads), (i64)blockIdx.x});
-    };
-    for (u32 first = 0; first < (u32)search.num_tiles; first += kSettleThreads)
-        count_third(lane_of(first), c, s, search, search.prefix, 1u << search.third_bits(), histogram);
-    __syncthreads();
-    FromTop<kSettleThreads>(histogram, shared, true).find(search.wanted, [&](u32 d, i64 above, u32 num) {
-        found[0] = search.prefix + d, found[1] = (u32)(search.wanted - above), found[2] = num;
-        if (hints) hints[blockIdx.x].keep(search.prefix + d, had_hints);
-    });
-    __syncthreads();
-    const u32 last = found[0];
-    const bool is_all = found[1] == found[2];
-    i64 left = found[1];
-    for (u32 first = 0; first < (u32)search.num_tiles; first += kSettleThreads) {
-        const Lane own = lane_of(first);
-        u32 before = 0, total = 0;
-        if (!is_all) before = scan_cta(num_equal_to(last, own, c, s, search), shared, total);
-        choose_noted(last, left - before, own, c, s, search);
-        left -= total;
-    }
-}
-
 }  // namespace scape
 
-#endif  // SCAPE_SELECT_SETTLE_CUH
+#endif  // SCAPE_SELECT_END_CUH

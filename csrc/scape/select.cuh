@@ -46,6 +46,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(u8* bytes, const Scra
         for (i64 i = fill.start + threadIdx.x; i < fill.stop; i += kThreads) bytes[i] = (u8)fill.value;
         return;
     }
+    if (number == 0 && threadIdx.x == 0) *s.tiles_again() = 0;
     u32* const histogram = histogram_of(s, number);
     for (u32 d = 4 * threadIdx.x; d < digit_size(0); d += 4 * kThreads) *(uint4*)(histogram + d) = make_uint4(0, 0, 0, 0);
     if (threadIdx.x) return;
@@ -299,7 +300,10 @@ __global__ void __launch_bounds__(kSelectThreads, 2) choose_kernel(const Select 
                    if (lane_id() == 0 && above) atomicAdd(&s.searches[s.search_of_tile[first]].above, above);
                    return (hi - lo + 1) << (kLowBits - third_bits);
                },
-               [&](Search& search, u32* counts) { settle_two(search, counts, again); });
+               [&](Search& search, u32* counts) {
+                   settle_two(search, counts, again);
+                   if (threadIdx.x == 0 && !again && search.again) atomicAdd(s.tiles_again(), (u32)search.num_tiles);
+               });
 }
 
 }  // namespace scape

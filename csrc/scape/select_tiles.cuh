@@ -53,6 +53,9 @@ struct Scratch {
     u32* equal_before;   // [groups]
     i64 num_tiles, num_groups, num_searches;
     i64 by_fours;        // everything as long as the partition is aligned to four elements
+
+    // How many tiles the searches have that have to be done again. There is no need for that any more where `equal_before` is written.
+    __device__ __forceinline__ u32* tiles_again() const { return equal_before; }
 };
 
 struct Tile {
@@ -296,18 +299,6 @@ __device__ __forceinline__ bool in_bracket(const Search& search, u32 key) {
 
 __device__ __forceinline__ u32* histogram_of(const Scratch& s, i64 search) { return s.histograms + search * digit_size(0); }
 
-// How many tiles the searches have that have to be done again.
-__device__ __forceinline__ i64 tiles_again(const Scratch& s, u32* shared) {
-    i64 sum = 0;
-    for (i64 first = 0; first < s.num_searches; first += kSelectThreads) {
-        const i64 number = first + threadIdx.x;
-        u32 total;
-        scan_cta(number < s.num_searches && s.searches[number].again ? (u32)s.searches[number].num_tiles : 0, shared, total);
-        sum += total;
-    }
-    return sum;
-}
-
 // Runs work(first tile, end, search) over this CTA's share of all tiles, search after search, and adds the CTA's histogram to the search's,
 // of up to 8,192 counts: as many as work says; the CTA that is the last at a search calls finish(search, its histogram). again: only
 // searches that have to be done again, whose tiles are dealt out among all CTAs anew; nobody changes `again` meanwhile.
@@ -317,7 +308,7 @@ __device__ __forceinline__ void over_tiles(const Scratch& s, u32* histogram, boo
     __shared__ u32 shared[kSelectWarps], numbers[kParts], firsts[kParts], stops[kParts], num_parts, flag;
     for (u32 d = threadIdx.x; d < digit_size(0); d += kSelectThreads) histogram[d] = 0;
     begin_in_turn();
-    const i64 all = again ? tiles_again(s, shared) : s.num_tiles;
+    const i64 all = again ? *s.tiles_again() : s.num_tiles;
     const i64 begin = all * blockIdx.x / gridDim.x, end = all * (blockIdx.x + 1) / gridDim.x;
     if (begin == end) return;
     i64 before = 0;                                     // tiles of searches that are looked at

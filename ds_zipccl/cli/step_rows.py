@@ -10,7 +10,7 @@ from ds_zipccl.cli.bench_collectives import median_interval
 from ds_zipccl.cli.step_run import PARTS, Found
 from ds_zipccl.cli.step_runs import RUNS, SILENT, Cell
 
-COLUMNS = ("transport", "model", "stage", "tokens", "run", "step ms", "speedup", "interval", "f", "f alone", "s", "bound", "reached",
+COLUMNS = ("transport", "model", "stage", "tokens", "run", "step ms", "speedup", "interval", "f", "s", "bound", "reached", "f alone", "bound alone",
            "compute ms", "optimizer ms", "exposed ms", "copies ms", "codec ms", "idle ms", "host ms", "wire MB", "ratio", "GiB", "losses")
 _TEXT = ("transport", "model", "run", "interval", "losses")
 #: What SCAPE at a density removes of the exposed communication, at most: the number to reach is stated so.
@@ -42,7 +42,9 @@ def row(cell: Cell, name: str, done: dict[str, Found], first: str, alone: dict[s
         found["reached"] = found["speedup"] / found["bound"]
     silent = next((done[other] for other in done if RUNS[other].zipccl == SILENT and RUNS[other].rival == run.rival), None)
     if silent is not None and run.zipccl != SILENT:
-        found["f_alone"] = max(0.0, 1 - silent.step_ms / rival.step_ms)
+        f = found["f_alone"] = max(0.0, 1 - silent.step_ms / rival.step_ms)
+        if "s" in found:
+            found["bound_alone"] = 1 / (1 - f + f / found["s"])
     return found
 
 
@@ -76,7 +78,7 @@ def cells(row: dict) -> list[str]:
     trace, low_high = row.get("trace") or {}, row.get("speedup_interval")
     return [row["transport"], row["model"], str(row["stage"]), str(row["tokens"]), row["run"], number("time_us", 1, 1e3),
             number("speedup", 3), f"{low_high[0]:.2f}-{low_high[1]:.2f}" if low_high else "",
-            *(number(name, 3) for name in ("f", "f_alone", "s", "bound", "reached")),
+            *(number(name, 3) for name in ("f", "s", "bound", "reached", "f_alone", "bound_alone")),
             *(f"{trace[name]:.1f}" if name in trace else "" for name in ("compute_ms", "optimizer_ms", "exposed_ms", "exposed_copies_ms",
                                                                          "codec_ms")),
             number("idle_ms", 1), "/".join(f"{row['host_ms'][part]:.0f}" for part in PARTS),
@@ -112,8 +114,8 @@ def write_markdown(path: str, rows: list[dict], meta: dict) -> None:
 
 
 EXPLAINED = """speedup: the rival's median step (native, or dense AdamS) by this one's; interval: 95 % of that median over the rounds;
-the runs `again` are the rival itself: the noise. f: the exposed share of communication in the rival's step, from a trace; f alone: the
-share by which the step gets shorter when its collectives are left out (silent); s: how many times faster the collectives are alone (SCAPE:
-how many times fewer bytes, at most 20); bound: 1 / (1 - f + f / s); reached: speedup / bound. idle: the GPU does nothing, as the host is
-busy. host: its time in forward / backward / optimizer, waiting included. wire: what a rank sends in a step. losses: those of the first
+the runs `again` are the rival itself: the noise. f: the exposed share of communication in the rival's step, from a trace; s: how many times
+faster the collectives are alone (SCAPE: how many times fewer bytes, at most 20); bound: 1 / (1 - f + f / s); reached: speedup / bound.
+f alone: the share by which the step gets shorter when its collectives are left out (silent), less than f where the GPU communicates while
+it waits for the host anyway; bound alone: the bound from it. idle: the GPU does nothing, as the host is busy. host: its time in forward / backward / optimizer, waiting included. wire: what a rank sends in a step. losses: those of the first
 steps, and all weights and optimizer states after them, are equal in bits."""

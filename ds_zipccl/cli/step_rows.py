@@ -10,8 +10,9 @@ from ds_zipccl.cli.bench_collectives import median_interval
 from ds_zipccl.cli.step_run import PARTS, Found
 from ds_zipccl.cli.step_runs import RUNS, SILENT, Cell
 
-COLUMNS = ("transport", "model", "stage", "tokens", "run", "step ms", "speedup", "interval", "f", "s", "bound", "reached", "f alone", "bound alone",
-           "compute ms", "optimizer ms", "exposed ms", "copies ms", "codec ms", "idle ms", "host ms", "wire MB", "ratio", "GiB", "losses")
+COLUMNS = ("transport", "model", "stage", "tokens", "run", "step ms", "speedup", "interval", "f", "s", "bound", "reached", "f alone",
+           "bound alone", "compute ms", "optimizer ms", "exposed ms", "copies ms", "codec ms", "idle ms", "host ms", "wire MB", "ratio",
+           "GiB", "losses")
 _TEXT = ("transport", "model", "run", "interval", "losses")
 #: What SCAPE at a density removes of the exposed communication, at most: the number to reach is stated so.
 REMOVED = 0.95
@@ -117,5 +118,6 @@ EXPLAINED = """speedup: the rival's median step (native, or dense AdamS) by this
 the runs `again` are the rival itself: the noise. f: the exposed share of communication in the rival's step, from a trace; s: how many times
 faster the collectives are alone (SCAPE: how many times fewer bytes, at most 20); bound: 1 / (1 - f + f / s); reached: speedup / bound.
 f alone: the share by which the step gets shorter when its collectives are left out (silent), less than f where the GPU communicates while
-it waits for the host anyway; bound alone: the bound from it. idle: the GPU does nothing, as the host is busy. host: its time in forward / backward / optimizer, waiting included. wire: what a rank sends in a step. losses: those of the first
-steps, and all weights and optimizer states after them, are equal in bits."""
+it waits for the host anyway; bound alone: the bound from it. idle: the GPU does nothing, as the host is busy. host: its time in forward /
+backward / optimizer, waiting included. wire: what a rank sends in a step. losses: those of the first steps, and all weights and optimizer
+states after them, are equal in bits."""

@@ -29,6 +29,7 @@ def _scape(density: float, **more) -> dict:
 
 
 _ON = {"enabled": True}
+_LATE = {"overlap_comm": False}         # gradients are reduced when backward is done: as DeepSpeed does if it is not told otherwise
 RUNS = {
     "native": Run(_ADAMW),
     "zipped": Run(_ADAMW, "native", _ON, True),
@@ -36,12 +37,17 @@ RUNS = {
     "cached": Run(_ADAMW, "native", _ON | {"cache_params": True}, True, (3,)),
     "one_sided": Run(_ADAMW, "native", _ON | {"transport": "adaptive"}, True),
     "cached_one_sided": Run(_ADAMW, "native", _ON | {"cache_params": True, "transport": "adaptive"}, True, (3,)),
+    "adaptive": Run(_ADAMW, "native", _ON | {"step_trials": True}, True),           # judged by whole steps; the others as each call is
+    "adaptive_cached": Run(_ADAMW, "native", _ON | {"step_trials": True, "cache_params": True}, True, (3,)),
+    "native_late": Run(_ADAMW, "native", None, False, (1, 2), _LATE),
+    "zipped_late": Run(_ADAMW, "native", _ON, True, (1, 2), _LATE),
     "again": Run(_ADAMW, "native", None, True),
     "silent": Run(_ADAMW, "native", SILENT),
     "zeropp": Run(_ADAMW, "native", None, False, (3,), {"zero_quantized_weights": True, "zero_quantized_gradients": True}),
     "adams": Run(_ADAMS),
     "adams_again": Run(_ADAMS, "adams", None, True),
     "adams_zipped": Run(_ADAMS, "adams", _ON, True),
+    "adams_late": Run(_ADAMS, "adams", None, False, (1, 2), _LATE),
     "adams_silent": Run(_ADAMS, "adams", SILENT),
     **{f"scape{share}{name}": Run(_scape(density, **params), "adams", section, False, (1, 2))
        for share, density in ((90, 0.1), (99, 0.01))

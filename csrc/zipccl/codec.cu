@@ -10,8 +10,8 @@ using namespace zipscape;
 
 // Warps of a CTA, and CTAs that must fit on a multiprocessor: what the compiler may spend on registers. nvrtc.py repeats the warps. Encode's
 // are in encode.cuh.
-constexpr u32 kDecodeWarps = 4, kReduceWarps = 4, kReduce2Warps = 4;
-constexpr u32 kDecodeCtas = 16, kReduceCtas = 5, kReduce2Ctas = 10, kReduceRowsCtas = 6;
+constexpr u32 kDecodeWarps = 4, kReduceWarps = 4, kReduce2Warps = 4, kReduceRowsWarps = 2;
+constexpr u32 kDecodeCtas = 16, kReduceCtas = 5, kReduce2Ctas = 10, kReduceRowsCtas = 12;
 constexpr u32 kReduceRows = 4;              // rows whose headers are staged at once
 #ifndef ZIPCCL_ENCODE2_CTAS
 #define ZIPCCL_ENCODE2_CTAS 3
@@ -27,8 +27,8 @@ constexpr u32 kEncode2Ctas = ZIPCCL_ENCODE2_CTAS, kDecode2Ctas = 10, kReduce2Lev
     ZIPCCL_KERNEL(zipccl_reduce2_##dtype, kReduce2Warps, kReduce2Ctas * 2 / F::kItem) {                                      \
         decode_reduce_blocks<DecodeLevel1<F>, kReduce2Warps, 1, true>(c);                                                                  \
     }                                                                                                                        \
-    ZIPCCL_KERNEL(zipccl_reduce_##dtype, kReduceWarps, F::kItem == 2 ? kReduceRowsCtas : kReduceCtas) {                      \
-        if constexpr (F::kItem == 2) reduce_rows<F, kReduceWarps>(c);                                                        \
+    ZIPCCL_KERNEL(zipccl_reduce_##dtype, F::kItem == 2 ? kReduceRowsWarps : kReduceWarps, F::kItem == 2 ? kReduceRowsCtas : kReduceCtas) { \
+        if constexpr (F::kItem == 2) reduce_rows<F, kReduceRowsWarps>(c);                                                    \
         else decode_reduce_blocks<DecodeLevel1<F>, kReduceWarps, kReduceRows, false>(c);                                     \
     }
 ZIPCCL_KERNELS(Bf16, bf16)
@@ -179,7 +179,8 @@ int zipccl_cuda_decode_reduce(const void* geometry, const void* frames, i64 fram
     if (!c.g.num_tiles) return 0;
     if (num_rows == 2)
         return launch(ZIPCCL_KERNEL_OF(reduce2, c.g), dim3((u32)c.g.num_tiles * (32 / kReduce2Warps)), kReduce2Warps, 0, stream, c);
-    return launch(ZIPCCL_KERNEL_OF(reduce, c.g), dim3((u32)c.g.num_tiles * (32 / kReduceWarps)), kReduceWarps, 0, stream, c);
+    const u32 warps = c.g.level == 1 && c.g.itemsize == 2 ? kReduceRowsWarps : kReduceWarps;
+    return launch(ZIPCCL_KERNEL_OF(reduce, c.g), dim3((u32)c.g.num_tiles * (32 / warps)), warps, 0, stream, c);
 }
 
 }  // extern "C"

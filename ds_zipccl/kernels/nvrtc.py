@@ -19,10 +19,15 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _DTYPE_NAMES = {1: "bf16", 2: "fp16", 3: "fp32"}
 _FLAGS = ("--std=c++17", "-fmad=false", "-default-device")
 _WARPS = {"encode": 16, "decode": 4, "reduce": 4, "reduce2": 4}          # as in codec.cu
+_REDUCE_ROWS_WARPS = 2                                                    # of "reduce" at level 1, item size 2
 _TILE_BLOCKS = 32
 _ENCODE_LEVEL2 = 8, 8 * 2048 + 32 * 1792                                  # warps, bytes of shared memory: EncodeLevel2 in encode.cuh
 _BLOCK_STAGE = {2: 32 * 48, 4: 32 * 80}      # bytes of shared memory that encode needs for a block, by item size
 _MAX_DYNAMIC_SHARED = 8                      # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+def _warps_of(operation: str, g) -> int:
+    return _REDUCE_ROWS_WARPS if operation == "reduce" and g.level == 1 and g.itemsize == 2 else _WARPS[operation]
 
 
 def _find_nvrtc() -> ctypes.CDLL:
@@ -112,7 +117,7 @@ class NvrtcCalls:
     def _launch(self, operation: str, g, num_ctas: int, num_rows: int, stream: int, *fields: int) -> None:
         if not (num_ctas and num_rows):
             return
-        warps, shared = _WARPS[operation], _TILE_BLOCKS * _BLOCK_STAGE[g.itemsize] if operation == "encode" else 0
+        warps, shared = _warps_of(operation, g), _TILE_BLOCKS * _BLOCK_STAGE[g.itemsize] if operation == "encode" else 0
         if g.level == 2 and operation == "encode":
             warps, shared = _ENCODE_LEVEL2
         name = f"zipccl_{operation}_{_DTYPE_NAMES[g.dtype_code]}{'_level2' if g.level == 2 else ''}"
@@ -158,7 +163,7 @@ class NvrtcCalls:
 
     def decode_reduce(self, g, frames, frame_stride, num_rows, own, own_index, out, errors, stream) -> None:
         operation = "reduce2" if num_rows == 2 else "reduce"
-        self._launch(operation, g, g.num_tiles * (_TILE_BLOCKS // _WARPS[operation]), 1, stream,
+        self._launch(operation, g, g.num_tiles * (_TILE_BLOCKS // _warps_of(operation, g)), 1, stream,
                      own, frames, out, 0, frame_stride, num_rows, own_index, errors, 0)
 
     # See CudaCalls; here nothing is gained by it.

@@ -313,7 +313,7 @@ def test_corrupt_metadata_is_reported_as_by_the_reference(emulated, level):
 def test_nvrtc_launches_what_the_source_says():
     source = ZIPCCL_CUDA.source_paths()[0].read_text() + (CSRC / "zipccl/encode.cuh").read_text()
     warps = {name.lower(): int(count) for name, count in re.findall(r"k(Encode|Decode|Reduce|Reduce2)Warps = (\d+)", source)}
-    assert warps == nvrtc._WARPS
+    assert warps == nvrtc._WARPS and f"kReduceRowsWarps = {nvrtc._REDUCE_ROWS_WARPS}," in source.replace(";", ",")
     wide, narrow = map(int, re.search(r"kLaneStage = F::kItem == 4 \? (\d+) : (\d+)", (CSRC / "zipccl/window.cuh").read_text()).groups())
     assert {2: 32 * narrow, 4: 32 * wide} == nvrtc._BLOCK_STAGE
     level2_warps, stream = (int(re.search(pattern, source + (CSRC / "zipccl/level2.cuh").read_text())[1])

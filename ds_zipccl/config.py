@@ -84,6 +84,13 @@ class ZipcclConfig(BaseModel):
     reprobe_calls: int = Field(10_000, ge=0, le=1 << 40)
     """"adaptive": after so many eligible calls of a collective on a group its costs are measured again, since links change. 0: never."""
 
+    step_trials: bool = True
+    """"adaptive" under DeepSpeed: some training steps are natively made and some zipped, in turns, and all calls go native for as long as
+    zipped steps are not at least 1 % faster."""
+
+    step_trial_every: int = Field(1000, ge=1, le=1 << 40)
+    """Optimizer steps from one such trial's end to the next one."""
+
     deterministic_reduce: bool = True
     """Timing never chooses a reduction's arithmetic: beyond 2 ranks an adaptive reduce-scatter stays native. ("always"
     and "never" fix the arithmetic anyway; at 2 ranks both give the same bits.)"""

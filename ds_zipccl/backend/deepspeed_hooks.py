@@ -13,7 +13,7 @@ import deepspeed
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ds_zipccl.backend import deepspeed_comm, deepspeed_reports, zero3_params, zero12
+from ds_zipccl.backend import deepspeed_comm, deepspeed_reports, step_trials, zero3_params, zero12
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import loader
@@ -52,10 +52,14 @@ def _around_step(step):
 
     @functools.wraps(step)
     def patched(self, *args, **kwargs):
-        ends_step = _step_log is not None and self.is_gradient_accumulation_boundary()
+        runtime = deepspeed_comm.live_runtime()
+        trials = step_trials.of(runtime)
+        ends_step = (_step_log is not None or trials is not None) and self.is_gradient_accumulation_boundary()
         result = step(self, *args, **kwargs)
-        if ends_step:
+        if ends_step and _step_log is not None:
             deepspeed_reports.to_monitor(self, _step_log.write())
+        if ends_step and trials is not None:
+            trials.step_ended(self, runtime)
         return result
 
     return patched
@@ -163,9 +167,11 @@ def activate(config: ZipcclConfig, kernels: dict[str, str]) -> Runtime:
     if running is not None:
         if running.config.log != config.log and _is_first():
             log.warning("a second engine asks for the log %s; the statistics of the process stay in %s", config.log, running.config.log)
+        step_trials.attach(running)             # there is more in a step now
         return running
     runtime = Runtime(config, kernels)
     deepspeed_comm.install(runtime)
+    step_trials.attach(runtime)
     _comms_report = deepspeed_reports.CommsLoggerReport(runtime.stats)
     if _is_first():
         log.info("ds_zipccl %s is on: collectives %s, kernels %s", __version__, config.collectives.model_dump(), kernels)

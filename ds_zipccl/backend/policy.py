@@ -25,6 +25,8 @@ REASONS = {
     "max_workspace_bytes": "the frames would be larger than max_workspace_bytes",
     "graph_capture": "captured in a CUDA graph",
     "native_is_faster": "a probe found native faster",
+    "step_trial": "this step is a native one of a trial (step_trials.py)",
+    "steps_are_not_faster": "a trial found whole training steps not faster by zipped calls",
     "deterministic_reduce": "adaptive may not choose a reduction's arithmetic by timing",
     "incompressible": "recent data did not compress",
     "not_zipped": "this collective has no zipped form",

@@ -241,6 +241,8 @@ def _arithmetic_reason(runtime: Runtime, group, dtype: torch.dtype) -> str | Non
         return "never"
     if dtype not in policy.WORTHWHILE:
         return "dtype"
+    if runtime.held is not None:
+        return runtime.held
     if choice != "always" and group.size() > 2 and runtime.config.deterministic_reduce:
         return "deterministic_reduce"
     return None

@@ -126,8 +126,9 @@ class EngineFrames:
         """Stands for DeepSpeed's function of that name: launches the gather of ``params``, returns a handle with
         ``wait(handle_dependency=True)``."""
         params = sorted(params, key=lambda p: p.ds_id)          # from a set: its order differs between ranks
-        if quantize or live_runtime() is not self.runtime:
-            self.stats.bypassed["quantized" if quantize else "switched_off"] += len(params)
+        why_not = "quantized" if quantize else "switched_off" if live_runtime() is not self.runtime else self.runtime.held
+        if why_not is not None:
+            self.stats.bypassed[why_not] += len(params)
             return original(params, safe_mode=safe_mode, quantize=quantize)
         by_cache: dict[FrameCache, list] = {}
         others = []
@@ -180,7 +181,7 @@ class EngineFrames:
 
     def refresh(self) -> None:
         """Makes the frames of what was written and gathered since they were made. All ranks, at the end of a step."""
-        if live_runtime() is self.runtime:
+        if live_runtime() is self.runtime and self.runtime.held is None:           # what is stale is made at its next gather
             for cache in self._caches.values():
                 cache.refresh()
 

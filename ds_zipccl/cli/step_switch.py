@@ -3,7 +3,7 @@ weights; and its weights and optimizer state can be put back."""
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.backend import deepspeed_comm, zero3_params
+from ds_zipccl.backend import deepspeed_comm, step_trials, zero3_params
 from ds_zipccl.backend.deepspeed_comm import deepspeed_comm as seam
 from ds_zipccl.backend.zero3_params import ZeroParamStatus
 from ds_zipccl.cli.step_runs import SILENT
@@ -23,6 +23,14 @@ class Way:
         if isinstance(section, dict):
             config = ZipcclConfig.from_section(section)
             self.runtime = Runtime(config, {kind: loader.resolve(config.kernels, kind, config.level) for kind in {device, "cpu"}})
+            if section.get("step_trials"):              # which others are not to be disturbed by
+                step_trials.attach(self.runtime)
+
+    def end_trial(self, step) -> None:
+        """Calls ``step()`` until the first trial has ended, if there are to be any and anything is zipped: the way is entered."""
+        trials = step_trials.of(self.runtime)
+        while trials is not None and not trials.has_answer:
+            step()
 
     def enter(self) -> None:
         if self._is_silent:

@@ -21,7 +21,8 @@ from ds_zipccl.stats import NativeCount, Stats
 
 MAX_KNOWN = 4096                    # of a group
 #: Reasons that follow from what keys hold, the settings and the switch's costs. Not "device", which the output may be to blame for.
-LASTING = frozenset({"world_size_1", "never", "dtype", "reduce_op", "min_bytes", "no_gain", "native_is_faster", "deterministic_reduce"})
+LASTING = frozenset({"world_size_1", "never", "dtype", "reduce_op", "min_bytes", "no_gain", "native_is_faster", "deterministic_reduce",
+                     "step_trial", "steps_are_not_faster"})
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 #: Of these, what holds of any reduction: the others are asked for only where it could be zipped.
 OF_ANY_REDUCTION = frozenset({"world_size_1", "never", "dtype"})

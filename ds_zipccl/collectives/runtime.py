@@ -55,6 +55,7 @@ class Runtime:
         self._kinds: dict[tuple, Kind] = {}
         self.repeats = Repeats(config.reprobe_calls)
         self.again = self.repeats.again                        # the first step of ``run``
+        self.held: str | None = None                            # why all calls go native for now (held.py)
         self._one_sided = Router(config, kernels, self.stats)
         self._one_sided.price = lambda call: self._known_kind(self._key(call), call)
         self._one_sided.repeat = lambda *which: self.repeats.one_sided(*which, self._one_sided)
@@ -79,7 +80,7 @@ class Runtime:
         known = self.native_calls.find_any(call) if decided is None else None
         if known is not None:
             self.before_native(call.group, call.device)
-            self._show(call.group)
+            self.show_native(call.group)
             known.add(call.reduce_op, call.root)
             return None
         key = self._key(call) if decided is None else None
@@ -120,7 +121,7 @@ class Runtime:
         keeps_arithmetic = reason == "incompressible" and spec.reduces and call.world_size > 2
         raw_bytes = 0 if spec.internal and not keeps_arithmetic else spec.raw_bytes(call)
         self.native(call.op, reason, raw_bytes)
-        self._remember_native(spec, call, reason, raw_bytes, state)
+        self.remember_native(spec, call, reason, raw_bytes, state)
         if keeps_arithmetic:                    # it must not depend on whether the data compresses
             spec.uncompressed(inner)
             if store is not None:
@@ -135,7 +136,7 @@ class Runtime:
             self.repeats.remember_one_sided(call, kind, self._groups[call.group.group_name], self._one_sided, self.stats)
         return work
 
-    def _remember_native(self, spec: CollectiveSpec, call: Call, reason: str, raw_bytes: int, state: GroupState | None) -> None:
+    def remember_native(self, spec: CollectiveSpec, call: Call, reason: str, raw_bytes: int, state: GroupState | None) -> None:
         """An all-to-all of equal pieces, or of lists, is remembered where the switch found all of them slower, which both ends of a pair
         know alike; not on a CPU, where a rank without zipped pieces takes part in the others' words."""
         if self.config.integrity != "off":          # all ranks check each call
@@ -152,9 +153,9 @@ class Runtime:
         if call.root is not None:
             raw_bytes = spec.raw_bytes(replace(call, root=call.rank))
         self.native_calls.remember(call, reason, raw_bytes, measured)
-        self._show(call.group)
+        self.show_native(call.group)
 
-    def _show(self, group: dist.ProcessGroup) -> None:
+    def show_native(self, group: dist.ProcessGroup) -> None:
         """A call that comes into flight meanwhile, in another thread, hides them again; so does this, if it came just before."""
         self.native_calls.show(group)
         if any(state.in_flight for state in self._groups.get(group.group_name, _NO_STATES).values()):

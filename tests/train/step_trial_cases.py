@@ -1,0 +1,119 @@
+"""Cases run on every rank by test_step_trials.py. Which way is faster is made up: no time is measured here."""
+import contextlib
+import copy
+import hashlib
+import itertools
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from ds_zipccl.backend import deepspeed_comm, deepspeed_hooks, step_trials
+from ds_zipccl.collectives import switch
+from ds_zipccl.collectives.cost import Costs, Curve
+from tests.train.zero_cases import VOCAB, Net, settings
+
+ADAPTIVE = {"enabled": True, "min_bytes": 1024, "step_trial_every": 7}
+ZIPPED_WINS = Costs(Curve((1, 1 << 40), (9.0, 9.0)), Curve((1, 1 << 40), (1.0, 1.0)), 1.0)
+NATIVE_WINS = Costs(Curve((1, 1 << 40), (1.0, 1.0)), Curve((1, 1 << 40), (9.0, 9.0)), 1.0)
+WARM_UP, BLOCKS = 3, step_trials.BLOCKS[:4]
+TRIAL = len(BLOCKS) * step_trials.BLOCK_STEPS
+BEGIN = WARM_UP + 1 + step_trials.LAG           # steps before the first trial
+
+
+@contextlib.contextmanager
+def made_up(costs: Costs, zipped_s: float, native_s: float = 1.0):
+    """What the switch finds; seconds of a step as this rank finds them: an evaluation of 100 now and then."""
+    clock, steps = [0.0], itertools.count()
+    ended = step_trials.StepTrials.step_ended
+
+    def step_ended(self, engine, runtime):
+        clock[0] += (native_s if runtime.held else zipped_s) + 100 * (next(steps) % 7 == 0)
+        ended(self, engine, runtime)
+
+    with (mock.patch.object(switch, "measure", lambda *_: costs), mock.patch.object(step_trials.StepTrials, "step_ended", step_ended),
+          mock.patch.multiple(step_trials, WARM_UP=WARM_UP, BLOCKS=BLOCKS),
+          mock.patch.object(step_trials.StepTrials.__init__, "__defaults__", (None, lambda: clock[0]))):
+        yield
+
+
+def train(section: dict | None, stage: int, steps: int, accumulation: int = 1):
+    """([held] after every micro batch, sha256 of losses and parameters, counters of trials, statistics)."""
+    torch.manual_seed(0)
+    model = Net()
+    config = settings(stage, "bf16", gradient_accumulation_steps=accumulation, **({} if section is None else {"zipccl": section}))
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=copy.deepcopy(config))
+    live, generator = deepspeed_comm.live_runtime(), torch.Generator("cpu").manual_seed(100 + dist.get_rank())
+    held, digest = [], hashlib.sha256()
+    for _ in range(steps * accumulation):
+        loss = engine(torch.randint(0, VOCAB, (4, 7), generator=generator, device="cpu").to(engine.device))
+        engine.backward(loss)
+        engine.step()
+        held.append(live and live.held)
+        digest.update(loss.item().hex().encode())
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
+        for parameter in model.parameters():
+            digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
+    trials = step_trials.of(live)
+    found = held, digest.hexdigest(), trials and trials.section(), live and live.stats.snapshot()
+    engine.destroy()
+    deepspeed_hooks.deactivate()
+    return found
+
+
+def assert_same_everywhere(value) -> None:
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, value)
+    assert all(other == value for other in everyones), everyones
+
+
+def in_trial(held: list, begin: int) -> None:
+    """``held`` has, from ``begin`` on, the blocks of one."""
+    expected = [None if way == step_trials.ZIPPED else "step_trial" for way in BLOCKS for _ in range(step_trials.BLOCK_STEPS)]
+    assert held[begin:begin + TRIAL] == expected, held
+
+
+def case_slower_on_one_rank_is_slower(rank, world_size):
+    """Two trials under ZeRO-2, all ranks at the same steps; the bits are native's."""
+    steps = BEGIN + 2 * (TRIAL + step_trials.LAG + ADAPTIVE["step_trial_every"])
+    with made_up(ZIPPED_WINS, 1.5 if rank == world_size - 1 else 0.5):
+        held, digest, (counters, gauges), ops = train(ADAPTIVE, 2, steps)
+    assert_same_everywhere((held, counters, gauges))
+    in_trial(held, BEGIN)
+    after = BEGIN + TRIAL + step_trials.LAG
+    assert held[:BEGIN] == [None] * BEGIN
+    assert held[after:after + ADAPTIVE["step_trial_every"]] == ["steps_are_not_faster"] * ADAPTIVE["step_trial_every"], held
+    in_trial(held, after + ADAPTIVE["step_trial_every"])
+    assert (counters, gauges) == ({"kept_zipped": 0, "kept_native": 2}, {"choice": "native", "zipped_ms": 1500.0, "native_ms": 1000.0})
+    gather = ops["all_gather_into_tensor"]
+    assert gather["calls_zipped"] > 0 and {"step_trial", "steps_are_not_faster"} <= set(gather["native_reasons"]), gather
+    assert digest == train(None, 2, steps)[1], "trials change bits"
+
+
+def case_faster_stays(rank, world_size):
+    """Frames of cache_params, gradient accumulation: a block has whole optimizer steps, and there are frames after native ones."""
+    steps = BEGIN + TRIAL + step_trials.LAG + 5
+    with made_up(ZIPPED_WINS, 0.9 if rank else 0.98):
+        held, digest, (counters, _), ops = train({**ADAPTIVE, "cache_params": True}, 3, steps, 2)
+    assert_same_everywhere((held, counters))
+    ends = held[1::2]
+    assert held[:-1:2] == [None, *ends[:-1]], "changed between micro batches"
+    in_trial(ends, BEGIN)
+    assert ends[BEGIN + TRIAL:] == [None] * (step_trials.LAG + 5) and counters == {"kept_zipped": 1, "kept_native": 0}
+    assert ops["all_gather_into_tensor"]["calls_zipped"] > 0
+    assert digest == train(None, 3, steps, 2)[1], "trials change bits"
+
+
+def case_nothing_zipped_nothing_tried(rank, world_size):
+    with made_up(NATIVE_WINS, 0.5):
+        held, _, (counters, gauges), _ = train(ADAPTIVE, 2, BEGIN + 12)
+    assert held == [None] * (BEGIN + 12) and gauges["choice"] is None and not any(counters.values())
+
+
+def case_always_is_not_tried(rank, world_size):
+    for section in ({"collectives": "always"}, {"collectives": {"reduce_scatter": "always"}}, {"collectives": "never"},
+                    {"step_trials": False}):
+        with made_up(ZIPPED_WINS, 2.0):
+            held, _, trials, _ = train({**ADAPTIVE, **section}, 1, 2)
+        assert held == [None] * 2 and trials is None

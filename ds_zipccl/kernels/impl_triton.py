@@ -5,6 +5,7 @@ With TRITON_INTERPRET=1 in the environment (before Triton is first imported) the
 """
 import functools
 import struct
+import threading
 from types import SimpleNamespace
 
 import torch
@@ -16,17 +17,17 @@ from zipscape.op_builder import triton_device
 
 # By level: warps and registers of a thread (None: as many as it takes) of the kernels' programs, for an H200. A tile is encoded by one
 # program, as many blocks at a time as that has warps: wide ones where there are too few tiles to fill the GPU.
-LAUNCHES = {1: {"tiles": (16, 64), "many_tiles": (4, None), "finish": (4, None), "decode": (4, 32), "decode_reduce": (1, 104),
-                "decode_reduce2": (4, None)},
-            2: {"tiles": (32, 64), "many_tiles": (4, 80), "finish": (4, None), "decode": (4, None), "decode_reduce": (1, 112),
-                "decode_reduce2": (4, None)}}
+LAUNCHES = {1: {"encode": (16, 64), "encode_many": (8, 64), "decode": (4, 32), "decode_reduce": (1, 104), "decode_reduce2": (4, None)},
+            2: {"encode": (32, 64), "encode_many": (4, 80), "decode": (4, None), "decode_reduce": (1, 112), "decode_reduce2": (4, None)}}
 MANY_TILES = 1024
 
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 
 def load():
-    """Raises BuildError when Triton is not installed, there is no GPU for it, or it cannot build: it needs a C compiler at run time."""
+    """Raises BuildError when Triton is not installed or there is no GPU for it."""
     triton_device.device_type()
     return TritonKernels()
 
@@ -40,8 +41,7 @@ class _Numbers:
         sections = (g.escapes_offset, g.escapes_capacity, g.codes_offset, g.extra_offset, g.planes_offset, g.last_escapes_offset,
                     g.last_escapes_capacity, g.last_codes_offset, g.last_extra_offset, g.last_planes_offset)
         pools = (g.pools_offset, g.pool_bytes, g.last_pool_bytes)
-        self.tiles = (g.numel, g.num_tiles, g.window_lo, *place, *sections)
-        self.finish = (*place, g.escapes_capacity, g.codes_offset, g.last_escapes_capacity, g.last_codes_offset, *pools, *header)
+        self.encode = (g.numel, g.num_tiles, g.window_lo, *place, *sections, *pools, *header)
         self.decode = (g.numel, g.num_tiles, *place, *sections, *pools, *header)
 
 
@@ -55,6 +55,42 @@ def _is_wide(row_bytes: int, *tensors: torch.Tensor) -> int:
     return int(row_bytes % 16 == 0)
 
 
+class _Words:
+    """The words of 8 bytes in which encode's programs tell each other numbers, on one device (-1: the CPU). They start as zeros. Calls of
+    one stream run one after the other and share theirs; a call that is being captured gets its own: its graph may run beside the stream."""
+
+    def __init__(self, index: int):
+        self._index, self._device = index, "cpu" if index < 0 else f"cuda:{index}"
+        self._by_stream: dict[int, torch.Tensor] = {}
+        self._kept: list[torch.Tensor] = []
+        self._free = None if index >= 0 and _is_capturing() else self._zeros(1 << 17)
+        if index >= 0 and self._free is not None:
+            torch.cuda.current_stream(index).synchronize()         # other streams will use them, too
+        self._lock = threading.Lock()
+
+    def _zeros(self, num_words: int) -> torch.Tensor:
+        return torch.zeros(num_words, dtype=torch.int64, device=self._device)
+
+    def take(self, num_words: int) -> torch.Tensor:
+        """At least ``num_words`` for a call on the current stream of the current device."""
+        if self._index >= 0 and _is_capturing():
+            return self._cut(num_words)
+        stream = _current_stream(self._index) if self._index >= 0 else 0
+        words = self._by_stream.get(stream)
+        if words is None or len(words) < num_words:
+            words = self._by_stream[stream] = self._cut(max(num_words, 512 if words is None else 2 * len(words)))
+        return words
+
+    def _cut(self, num_words: int) -> torch.Tensor:
+        with self._lock:
+            if self._free is not None and len(self._free) >= num_words:
+                words, self._free = self._free[:num_words], self._free[num_words:]
+            else:
+                words = self._zeros(num_words)
+                self._kept.append(words)
+            return words
+
+
 class TritonKernels:
     """A kernel set; ops.py has the contract."""
     levels = (1, 2)
@@ -62,15 +98,20 @@ class TritonKernels:
     def __init__(self, launches: dict[int, dict[str, tuple[int, int | None]]] = LAUNCHES):
         from ds_zipccl.kernels import triton_decode, triton_encode, triton_reduce
         from ds_zipccl.kernels.triton_launch import Launcher
-        functions = {"tiles": triton_encode.tiles, "many_tiles": triton_encode.tiles, "finish": triton_encode.finish,
-                     "decode": triton_decode.decode, "decode_reduce": triton_reduce.decode_reduce,
-                     "decode_reduce2": triton_reduce.decode_reduce2}
+        functions = {"encode": triton_encode.encode, "encode_many": triton_encode.encode, "decode": triton_decode.decode,
+                     "decode_reduce": triton_reduce.decode_reduce, "decode_reduce2": triton_reduce.decode_reduce2}
         for function in functions.values():
             # Triton 3.6's key of a kernel depends on those hashed before it in the process: in one order, the cache on disk has it.
             getattr(function, "cache_key", None)
         self._launchers = {level: SimpleNamespace(**{name: Launcher(functions[name], *how, level) for name, how in rows.items()})
                            for level, rows in launches.items()}
         self._errors: dict[int, torch.Tensor] = {}
+        self._words: dict[int, _Words] = {}
+
+    def _words_of(self, index: int) -> "_Words":
+        if index not in self._words:
+            self._words.setdefault(index, _Words(index))
+        return self._words[index]
 
     def _error_word(self, index: int) -> torch.Tensor:
         """Of device ``index``, -1: the CPU."""
@@ -94,13 +135,11 @@ class TritonKernels:
         if rows == 0:
             return None
         launchers = self._launchers[g.level]
-        counts = torch.empty(rows * g.num_tiles or 1, dtype=torch.int32, device=x.device)
-        if g.num_tiles:
-            aligned = _is_wide(row_stride * g.itemsize if rows > 1 or skip >= 0 else 0, x)
-            launch = launchers.many_tiles if g.num_tiles * rows >= MANY_TILES else launchers.tiles
-            launch((g.num_tiles, rows), index, g.dtype_code, (x, frames, counts), (row_stride, frame_stride, skip, *numbers.tiles, aligned))
-        launchers.finish((g.num_tiles or 1, rows), index, g.dtype_code, (x, frames, counts, status),
-                         (row_stride, frame_stride, skip, g.numel, g.num_tiles, rows, *numbers.finish))
+        programs = g.num_tiles + (g.num_groups or 1)
+        launch = launchers.encode_many if g.num_tiles * rows >= MANY_TILES else launchers.encode
+        aligned = _is_wide(row_stride * g.itemsize if rows > 1 or skip >= 0 else 0, x)
+        launch((programs, rows), index, g.dtype_code, (x, frames, self._words_of(index).take(rows * programs + 1), status),
+               (row_stride, frame_stride, skip, rows, *numbers.encode, aligned))
 
     def decode(self, frames: torch.Tensor, out: torch.Tensor, g: Geometry, skip: int = -1) -> None:
         index = out.get_device()

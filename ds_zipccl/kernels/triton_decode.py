@@ -93,6 +93,22 @@ def load_stored(tile, sections, num_blocks, block, lane, L: tl.constexpr, DT: tl
 
 
 @triton.jit
+def find_tile(frame, t, num_tiles, layout):
+    """Where the parts of a tile are, from the numbers of a geometry that kernels get. Returns its address and blocks; its escape slots,
+    their capacity, its group's sub-pool and the size of that; offsets of codes, extra plane and planes."""
+    tiles_offset, tile_bytes, last_blocks, escapes, capacity, codes, extra, planes, last_escapes, last_capacity, last_codes, last_extra, \
+        last_planes, pools_offset, pool_bytes, last_pool_bytes = layout
+    last, group = t == num_tiles - 1, t // GROUP_TILES
+    tile = tl.multiple_of(frame + (tiles_offset + t.to(tl.int64) * tile_bytes), 16)
+    parts = (tl.multiple_of(tile + tl.where(last, last_escapes, escapes), 4), tl.where(last, last_capacity, capacity),
+             frame + (pools_offset + group.to(tl.int64) * pool_bytes),
+             tl.where(group == (num_tiles - 1) // GROUP_TILES, last_pool_bytes, pool_bytes))
+    sections = (tl.multiple_of(tl.where(last, last_codes, codes), 128), tl.multiple_of(tl.where(last, last_extra, extra), 128),
+                tl.multiple_of(tl.where(last, last_planes, planes), 128))
+    return tile, tl.where(last, last_blocks, 32), parts, sections
+
+
+@triton.jit
 def load_heads(tile, num_blocks, lane):
     """The header of block number ``lane`` of the tile, 0 if there is none [L]; and the number of the tile's escapes."""
     return tl.load(u32_at(tile, 16) + lane, mask=lane < num_blocks, other=0), tl.load(u32_at(tile, 0))
@@ -320,24 +336,18 @@ def decode(frames, out, errors_at, row_stride: tl.int64, frame_stride: tl.int64,
     frame = tl.multiple_of(frames + row.to(tl.int64) * frame_stride, 16)
     if tl.program_id(0) == 0:
         check_header(frame, h0, h1, h2, h3, h4, errors_at, DT, LEVEL)
-    last = t == num_tiles - 1
-    num_blocks = tl.where(last, last_blocks, 32)
+    layout = (tiles_offset, tile_bytes, last_blocks, escapes_offset, capacity, codes_offset, extra_offset, planes_offset,
+              last_escapes_offset, last_capacity, last_codes_offset, last_extra_offset, last_planes_offset, pools_offset, pool_bytes,
+              last_pool_bytes)
+    tile, num_blocks, parts, sections = find_tile(frame, t, num_tiles, layout)
     if (t < num_tiles) & (part * (L // 32) < num_blocks):
-        tile = tl.multiple_of(frame + (tiles_offset + t.to(tl.int64) * tile_bytes), 16)
-        first_of_pool = frame + (pools_offset + (t // GROUP_TILES).to(tl.int64) * pool_bytes)
-        room = tl.where(t // GROUP_TILES == (num_tiles - 1) // GROUP_TILES, last_pool_bytes, pool_bytes)
-        places = (tl.multiple_of(tile + tl.where(last, last_escapes_offset, escapes_offset), 4), tl.where(last, last_capacity, capacity),
-                  first_of_pool, room)
-        sections = (tl.multiple_of(tl.where(last, last_codes_offset, codes_offset), 128),
-                    tl.multiple_of(tl.where(last, last_extra_offset, extra_offset), 128),
-                    tl.multiple_of(tl.where(last, last_planes_offset, planes_offset), 128))
         lanes = tl.arange(0, L)
         block, lane = part * (L // 32) + lanes // 32, lanes % 32
         position = (num_blocks, block, lane, (part + 1) * (L // 32) >= num_blocks)
         heads, num = load_heads(tile, num_blocks, lane)
         loaded = load_stored(tile, sections, num_blocks, block, lane, L, DT, LEVEL)
-        start = block_start(heads, places[0], places[1], block, lane, L)
-        state, unusual, places = any_block_state(tile, num, start, places, loaded[0], position, errors_at, L, DT, LEVEL)
+        start = block_start(heads, parts[0], parts[1], block, lane, L)
+        state, unusual, places = any_block_state(tile, num, start, parts, loaded[0], position, errors_at, L, DT, LEVEL)
         tile_elems = tl.minimum(numel - t.to(tl.int64) * TILE_ELEMS, TILE_ELEMS).to(tl.int32)
         target = tl.multiple_of(out + (row.to(tl.int64) * row_stride + t.to(tl.int64) * TILE_ELEMS), 16)
         wide = (aligned != 0) & (tile_elems >= (part + 1) * (32 * L))

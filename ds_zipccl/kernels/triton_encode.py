@@ -1,8 +1,11 @@
-"""Encode in Triton: two launches. ``tiles``: one program a tile, all but spills. ``finish``: a program for each tile again, which stores
-the tile's spill, if it has one; some of them also write sub-pools' rest, headers and status.
+"""Encode in Triton, one launch: a program a tile, and behind them one for each group of tiles, which ends its sub-pool; a row's last one
+also writes the header, the last of all the status.
 
 Nothing is decided by the order of execution: escapes are placed by sums of counts, inside a tile those in its block headers, between tiles
-those in ``counts`` [rows, tiles], int32. At level 2 (triton_level2.py) bytes of streams take the place of escapes.
+(only where a tile spills) those that the group's earlier tiles tell. Programs tell each other numbers as csrc/zipccl/encode.cuh does: in
+``words`` [1 + rows * (tiles + groups)], int64, zeroed once, each with the call's tag: one more than the last call's, which is the first
+word. A program waits for programs before it alone, which have started by then. At level 2 (triton_level2.py) bytes of streams take the
+place of escapes.
 """
 import triton
 import triton.language as tl
@@ -10,8 +13,11 @@ import triton.language as tl
 from ds_zipccl.kernels import triton_block as blk
 from ds_zipccl.kernels import triton_level2 as level2
 from ds_zipccl.kernels.triton_block import GROUP_TILES, TILE_ELEMS, u32_at
+from ds_zipccl.kernels.triton_finish import end_group, receive, send, spill_of, words_of_row
 from ds_zipccl.kernels.triton_launch import kernel
-from ds_zipccl.kernels.triton_words import begin_in_turn, byte_perm_if, popcount
+from ds_zipccl.kernels.triton_words import ask_l2, begin_in_turn, byte_perm_if, popcount
+
+FIRST_PROGRAMS = tl.constexpr(264)             # of 16 warps, that start at once on an H200
 
 
 @triton.jit
@@ -242,156 +248,111 @@ def store_escapes_of_codes(row, tile, heads, codes_offset, first, end, to, from_
             place += 1
 
 
-@kernel
-def tiles(x, frames, counts, row_stride: tl.int64, frame_stride: tl.int64, skip: tl.int32, numel: tl.int64, num_tiles: tl.int32,
-          given_lo: tl.int32, tiles_offset: tl.int32, tile_bytes: tl.int32, last_blocks: tl.int32, escapes_offset: tl.int32,
-          capacity: tl.int32, codes_offset: tl.int32, extra_offset: tl.int32, planes_offset: tl.int32, last_escapes_offset: tl.int32,
-          last_capacity: tl.int32, last_codes_offset: tl.int32, last_extra_offset: tl.int32, last_planes_offset: tl.int32,
-          aligned: tl.int32, L: tl.constexpr, DT: tl.constexpr, LEVEL: tl.constexpr):
-    """Grid (tiles, rows without the skipped one). aligned: rows of x start on 16-byte addresses."""
-    begin_in_turn()
-    t, index = tl.program_id(0), tl.program_id(1)
-    row = index + ((skip >= 0) & (index >= skip)).to(tl.int32)
-    last = t == num_tiles - 1
-    num_blocks = tl.where(last, last_blocks, 32)
-    tile_elems = tl.minimum(numel - t.to(tl.int64) * TILE_ELEMS, TILE_ELEMS).to(tl.int32)
-    tile = tl.multiple_of(frames + (row.to(tl.int64) * frame_stride + tiles_offset + t.to(tl.int64) * tile_bytes), 16)
-    source = x + (row.to(tl.int64) * row_stride + t.to(tl.int64) * TILE_ELEMS)
-    escapes_offset = tl.where(last, last_escapes_offset, escapes_offset)
-    capacity = tl.where(last, last_capacity, capacity)
-    codes_offset = tl.multiple_of(tl.where(last, last_codes_offset, codes_offset), 128)
-    extra_offset = tl.multiple_of(tl.where(last, last_extra_offset, extra_offset), 128)
-    planes_offset = tl.multiple_of(tl.where(last, last_planes_offset, planes_offset), 128)
-    chunks: tl.constexpr = 1024 // L
+@triton.jit
+def ask_for_chunk(source, chunk, L: tl.constexpr):
+    """Asks L2 for a chunk of 16-bit raw data, each warp for its block; ``source`` is aligned to 16 bytes."""
     lanes = tl.arange(0, L)
-    lane = lanes % 32
-
-    slots = tile + escapes_offset
-    if LEVEL == 2:
-        clear_words(u32_at(slots, 0), capacity // 4, L)
-    wide_source = tl.multiple_of(source, 16)
-    many = lanes * 0
-    for chunk in range(chunks):              # in turn: what blocks of earlier chunks have is in their headers by then
-        raw = load_chunk(wide_source, chunk, tile_elems, aligned != 0, L, DT)
-        own = chunk * (L // 32) + lanes // 32
-        if LEVEL == 2:
-            kept = encode_chunk2(tile, raw, chunk, tile_elems, num_blocks, codes_offset, planes_offset, L)
-            tl.debug_barrier()               # the chunk's headers are there, and slots are zero
-            heads = tl.load(u32_at(tile, 16) + lane, mask=lane < tl.minimum((chunk + 1) * (L // 32), num_blocks), other=0)
-            write_streams(slots.to(tl.pointer_type(tl.int32)), capacity // 4, kept, source, heads, 0, chunk, L)
-        else:
-            q0, q1, numbers = encode_chunk(tile, raw, chunk, tile_elems, num_blocks, codes_offset, extra_offset, planes_offset, given_lo,
-                                           L, DT)
-            tl.debug_barrier()
-            heads = tl.load(u32_at(tile, 16) + lane, mask=lane < tl.minimum((chunk + 1) * (L // 32), num_blocks), other=0)
-            n0, n1 = (numbers >> 16) & 0xFF, numbers >> 24
-            place = earlier_escapes(heads, lane, own, L) + (numbers & 0xFFFF)
-            store_bytes(slots, place, capacity, q0, n0)
-            store_bytes(slots, place + n0, capacity, q1, n1)
-            many = tl.maximum(many, tl.maximum(n0, n1))
-
-    tl.debug_barrier()                       # block headers, and codes, are read again
-    i = tl.arange(0, 32)
-    total = tl.sum((tl.load(u32_at(tile, 16) + i, mask=i < num_blocks, other=0) >> 16).to(tl.int32), 0)
-    if LEVEL == 1:
-        if tl.max(many, 0) > 4:
-            heads = tl.load(u32_at(tile, 16) + lane, mask=lane < num_blocks, other=0)
-            store_escapes_of_codes(source, tile, heads, codes_offset, 0, num_blocks, slots, 0, capacity, L, DT)
-        at = total
-        while at < capacity:
-            tl.store(slots + at + lanes, tl.zeros((L,), tl.uint8), mask=at + lanes < capacity)
-            at += L
-    i = tl.arange(0, 4)
-    tl.store(u32_at(tile, 0) + i, tl.where(i == 0, total, 0).to(tl.uint32))
-    tl.store(counts + index.to(tl.int64) * num_tiles + t, total)
-
-
-@triton.jit
-def spills_of(counts, t, num_tiles, capacity, last_capacity):
-    """Escapes of tiles ``t`` of a row, and those of them that their slots do not hold."""
-    num = tl.load(counts + t, mask=t < num_tiles, other=0)
-    return num, tl.maximum(num - tl.where(t == num_tiles - 1, last_capacity, capacity), 0)
-
-
-@triton.jit
-def worst_need(counts, status, num_tiles, last_blocks, capacity, last_capacity, pool_bytes, last_pool_bytes):
-    """The fields of the status word of one row, and those in ``status``: the largest of each."""
-    need, overflow, spill_need = status
-    num_groups = (num_tiles + GROUP_TILES - 1) // GROUP_TILES
-    groups = tl.arange(0, 4)
-    while tl.min(groups, 0) < num_groups:
-        t = groups[:, None] * GROUP_TILES + tl.arange(0, GROUP_TILES)[None, :]
-        num, spill = spills_of(counts, t, num_tiles, capacity, last_capacity)
-        per_block = tl.where(t == num_tiles - 1, (num + last_blocks - 1) // last_blocks, (num + 31) >> 5)
-        need = tl.maximum(need, tl.max(tl.max(per_block, 1), 0))
-        spill = tl.sum(spill, 1)
-        size = tl.where(groups == num_groups - 1, last_pool_bytes, pool_bytes)
-        overflow = tl.maximum(overflow, tl.max((spill > size).to(tl.int32), 0))
-        unit = 4 * tl.maximum(tl.minimum(num_tiles - groups * GROUP_TILES, GROUP_TILES), 1)
-        spill_need = tl.maximum(spill_need, tl.max((spill + unit - 1) // unit, 0))
-        groups += 4
-    return need, overflow, spill_need
+    ask_l2(source.to(tl.int64) + (chunk * (L // 32) + lanes // 32).to(tl.int64) * 2048, lanes % 32, 2048)
 
 
 @kernel
-def finish(x, frames, counts, status, row_stride: tl.int64, frame_stride: tl.int64, skip: tl.int32, numel: tl.int64, num_tiles: tl.int32,
-           num_rows: tl.int32, tiles_offset: tl.int32, tile_bytes: tl.int32, last_blocks: tl.int32, capacity: tl.int32,
-           codes_offset: tl.int32, last_capacity: tl.int32, last_codes_offset: tl.int32, pools_offset: tl.int64, pool_bytes: tl.int32,
-           last_pool_bytes: tl.int32, h0: tl.int32, h1: tl.int32, h2: tl.int32, h3: tl.int32, h4: tl.int32, L: tl.constexpr,
-           DT: tl.constexpr, LEVEL: tl.constexpr):
-    """Grid (tiles or 1, rows without the skipped one). h0..h4: the header's first five words, the rest is 0 but for the status."""
-    begin_in_turn()
+def encode(x, frames, words, status, row_stride: tl.int64, frame_stride: tl.int64, skip: tl.int32, num_rows: tl.int32, numel: tl.int64,
+           num_tiles: tl.int32, given_lo: tl.int32, tiles_offset: tl.int32, tile_bytes: tl.int32, last_blocks: tl.int32,
+           escapes_offset: tl.int32, capacity: tl.int32, codes_offset: tl.int32, extra_offset: tl.int32, planes_offset: tl.int32,
+           last_escapes_offset: tl.int32, last_capacity: tl.int32, last_codes_offset: tl.int32, last_extra_offset: tl.int32,
+           last_planes_offset: tl.int32, pools_offset: tl.int64, pool_bytes: tl.int32, last_pool_bytes: tl.int32, h0: tl.int32,
+           h1: tl.int32, h2: tl.int32, h3: tl.int32, h4: tl.int32, aligned: tl.int32, L: tl.constexpr, DT: tl.constexpr,
+           LEVEL: tl.constexpr):
+    """Grid (tiles, and groups or 1; rows without the skipped one). aligned: rows of x start on 16-byte addresses. h0..h4: the header's
+    first five words, the rest is 0 but for the status."""
     t, index = tl.program_id(0), tl.program_id(1)
     row = index + ((skip >= 0) & (index >= skip)).to(tl.int32)
+    source = x + (row.to(tl.int64) * row_stride + t.to(tl.int64) * TILE_ELEMS)
+    # Raw data is asked for before its turn: a tile's next chunk, and by wide programs, which as a rule start at once, all while the call
+    # before this one ends.
+    asks = (LEVEL == 1) & (DT != 3) & (aligned != 0) & (t < num_tiles - 1)
+    if L >= 512:
+        if asks & (t + index * num_tiles < FIRST_PROGRAMS):
+            for chunk in tl.static_range(1024 // L):
+                ask_for_chunk(source, chunk, L)
+    begin_in_turn()
+    tag = tl.load(words, volatile=True).to(tl.uint32) + 1
     frame = frames + row.to(tl.int64) * frame_stride
-    counts_of_row = counts + index.to(tl.int64) * num_tiles
-    if t == 0:
-        fields = worst_need(counts_of_row, (0, 0, 0), num_tiles, last_blocks, capacity, last_capacity, pool_bytes, last_pool_bytes)
+    if t >= num_tiles:
+        end_group(frame, words, status, tag, t - num_tiles, index, num_rows, num_tiles, last_blocks, capacity, last_capacity, pools_offset,
+                  pool_bytes, last_pool_bytes, h0, h1, h2, h3, h4, L)
+    else:
+        last = t == num_tiles - 1
+        full_capacity = capacity
+        num_blocks = tl.where(last, last_blocks, 32)
+        tile_elems = tl.minimum(numel - t.to(tl.int64) * TILE_ELEMS, TILE_ELEMS).to(tl.int32)
+        tile = tl.multiple_of(frame + (tiles_offset + t.to(tl.int64) * tile_bytes), 16)
+        escapes_offset = tl.where(last, last_escapes_offset, escapes_offset)
+        capacity = tl.where(last, last_capacity, capacity)
+        codes_offset = tl.multiple_of(tl.where(last, last_codes_offset, codes_offset), 128)
+        extra_offset = tl.multiple_of(tl.where(last, last_extra_offset, extra_offset), 128)
+        planes_offset = tl.multiple_of(tl.where(last, last_planes_offset, planes_offset), 128)
+        of_row = words_of_row(words, index, num_tiles)
+        chunks: tl.constexpr = 1024 // L
+        lanes = tl.arange(0, L)
+        lane = lanes % 32
+
+        slots = tile + escapes_offset
+        if LEVEL == 2:
+            clear_words(u32_at(slots, 0), capacity // 4, L)
+        wide_source = tl.multiple_of(source, 16)
+        many = lanes * 0
+        for chunk in range(chunks):              # in turn: what blocks of earlier chunks have is in their headers by then
+            raw = load_chunk(wide_source, chunk, tile_elems, aligned != 0, L, DT)
+            if asks & (chunk + 1 < chunks):
+                ask_for_chunk(source, chunk + 1, L)
+            own = chunk * (L // 32) + lanes // 32
+            if LEVEL == 2:
+                kept = encode_chunk2(tile, raw, chunk, tile_elems, num_blocks, codes_offset, planes_offset, L)
+                tl.debug_barrier()               # the chunk's headers are there, and slots are zero
+                heads = tl.load(u32_at(tile, 16) + lane, mask=lane < tl.minimum((chunk + 1) * (L // 32), num_blocks), other=0)
+                write_streams(slots.to(tl.pointer_type(tl.int32)), capacity // 4, kept, source, heads, 0, chunk, L)
+            else:
+                q0, q1, numbers = encode_chunk(tile, raw, chunk, tile_elems, num_blocks, codes_offset, extra_offset, planes_offset,
+                                               given_lo, L, DT)
+                tl.debug_barrier()
+                heads = tl.load(u32_at(tile, 16) + lane, mask=lane < tl.minimum((chunk + 1) * (L // 32), num_blocks), other=0)
+                n0, n1 = (numbers >> 16) & 0xFF, numbers >> 24
+                place = earlier_escapes(heads, lane, own, L) + (numbers & 0xFFFF)
+                store_bytes(slots, place, capacity, q0, n0)
+                store_bytes(slots, place + n0, capacity, q1, n1)
+                many = tl.maximum(many, tl.maximum(n0, n1))
+
+        tl.debug_barrier()                       # block headers, and codes, are read again
         i = tl.arange(0, 32)
-        word = tl.where(i == 0, h0, tl.where(i == 1, h1, tl.where(i == 2, h2, tl.where(i == 3, h3, tl.where(i == 4, h4, 0)))))
-        tl.store(u32_at(frame, 0) + i, tl.where(i == 5, fields[0] | fields[1] << 16 | fields[2] << 17, word).to(tl.uint32))
-        if index == 0:
-            need, overflow, spill_need = fields
-            other = 1
-            while other < num_rows:
-                need, overflow, spill_need = worst_need(counts + other.to(tl.int64) * num_tiles, (need, overflow, spill_need), num_tiles,
-                                                        last_blocks, capacity, last_capacity, pool_bytes, last_pool_bytes)
-                other += 1
-            tl.store(status, need | overflow << 16 | spill_need << 17)
-    if t < num_tiles:
-        group_first = t // GROUP_TILES * GROUP_TILES
-        own = tl.load(counts_of_row + t) - tl.where(t == num_tiles - 1, last_capacity, capacity)
-        if (own > 0) | (t == group_first):
-            size = tl.where(group_first + GROUP_TILES >= num_tiles, last_pool_bytes, pool_bytes)
-            pool = frame + (pools_offset + (t // GROUP_TILES).to(tl.int64) * pool_bytes)
-            tiles_of_group = group_first + tl.arange(0, GROUP_TILES)
-            _, spills = spills_of(counts_of_row, tiles_of_group, num_tiles, capacity, last_capacity)
-            if t == group_first:
-                ends = tl.cumsum(spills, 0)
-                at = tl.max(tl.where((ends <= size) & (spills > 0), ends, 0), 0)             # end of the last spill that fits
-                span = tl.arange(0, 1024)
-                while at < size:
-                    tl.store(pool + at + span, tl.zeros((1024,), tl.uint8), mask=at + span < size)
-                    at += 1024
-            if own > 0:
-                offset = tl.sum(tl.where(tiles_of_group < t, spills, 0), 0)
-                tile = frame + (tiles_offset + t.to(tl.int64) * tile_bytes)
-                tl.store(u32_at(tile, 4), offset.to(tl.uint32))
-                if offset + own <= size:
-                    last = t == num_tiles - 1
-                    num_blocks = tl.where(last, last_blocks, 32)
-                    room = tl.where(last, last_capacity, capacity)
-                    lanes = tl.arange(0, L)
-                    lane = lanes % 32
-                    heads = tl.load(u32_at(tile, 16) + lane, mask=lane < num_blocks, other=0)
-                    # The spill starts in the last block before which the slots still had room.
-                    i = tl.arange(0, 32)
-                    in_block = (tl.load(u32_at(tile, 16) + i, mask=i < num_blocks, other=0) >> 16).to(tl.int32)
-                    first = tl.sum((tl.cumsum(in_block, 0) - in_block <= room).to(tl.int32), 0) - 1
-                    source = x + (row.to(tl.int64) * row_stride + t.to(tl.int64) * TILE_ELEMS)
-                    if LEVEL == 2:
-                        tile_elems = tl.minimum(numel - t.to(tl.int64) * TILE_ELEMS, TILE_ELEMS).to(tl.int32)
-                        store_spill(source, tile, heads, tile_elems, num_blocks, first, pool + offset, room, own, L)
-                    else:
-                        store_escapes_of_codes(source, tile, heads, tl.where(last, last_codes_offset, codes_offset), first, num_blocks,
-                                               pool + offset, room, room + own, L, DT)
+        in_block = (tl.load(u32_at(tile, 16) + i, mask=i < num_blocks, other=0) >> 16).to(tl.int32)
+        total = tl.sum(in_block, 0)
+        send(of_row + t, tag, total)
+        spill = spill_of(total, capacity)
+        if LEVEL == 1:
+            if tl.max(many, 0) > 4:
+                heads = tl.load(u32_at(tile, 16) + lane, mask=lane < num_blocks, other=0)
+                store_escapes_of_codes(source, tile, heads, codes_offset, 0, num_blocks, slots, 0, capacity, L, DT)
+            at = total
+            while at < capacity:
+                tl.store(slots + at + lanes, tl.zeros((L,), tl.uint8), mask=at + lanes < capacity)
+                at += L
+        offset = tl.cast(0, tl.int32)
+        if spill > 0:
+            group = t // GROUP_TILES
+            j = tl.arange(0, GROUP_TILES)
+            earlier = j < t % GROUP_TILES
+            others = receive(of_row + (group * GROUP_TILES + j), earlier, tag)
+            offset = tl.sum(tl.where(earlier, spill_of(others, full_capacity), 0), 0)
+            size = tl.where(group == (num_tiles - 1) // GROUP_TILES, last_pool_bytes, pool_bytes)
+            if offset + spill <= size:
+                pool = frame + (pools_offset + group.to(tl.int64) * pool_bytes) + offset
+                heads = tl.load(u32_at(tile, 16) + lane, mask=lane < num_blocks, other=0)
+                # The spill starts in the last block before which the slots still had room.
+                first = tl.sum((tl.cumsum(in_block, 0) - in_block <= capacity).to(tl.int32), 0) - 1
+                if LEVEL == 2:
+                    store_spill(source, tile, heads, tile_elems, num_blocks, first, pool, capacity, spill, L)
+                else:
+                    store_escapes_of_codes(source, tile, heads, codes_offset, first, num_blocks, pool, capacity, total, L, DT)
+        field = tl.arange(0, 4)
+        tl.store(u32_at(tile, 0) + field, tl.where(field == 0, total, tl.where(field == 1, offset, 0)).to(tl.uint32))

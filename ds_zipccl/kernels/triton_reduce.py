@@ -7,7 +7,7 @@ import triton.language as tl
 from ds_zipccl.kernels import triton_block as blk
 from ds_zipccl.kernels import triton_level2_decode as streams
 from ds_zipccl.kernels.triton_block import GROUP_TILES, TILE_ELEMS
-from ds_zipccl.kernels.triton_decode import any_block_state, block_start, check_header, decode_quarter, load_heads, load_stored
+from ds_zipccl.kernels.triton_decode import any_block_state, block_start, check_header, decode_quarter, find_tile, load_heads, load_stored
 from ds_zipccl.kernels.triton_launch import kernel
 from ds_zipccl.kernels.triton_words import begin_in_turn, here, round_halves
 
@@ -222,23 +222,18 @@ def decode_reduce2(frames, own, out, errors_at, frame_stride: tl.int64, own_inde
     frame = tl.multiple_of(frames + (1 - own_index).to(tl.int64) * frame_stride, 16)
     if tl.program_id(0) == 0:
         check_header(frame, h0, h1, h2, h3, h4, errors_at, DT, LEVEL)
-    last = t == num_tiles - 1
-    num_blocks = tl.where(last, last_blocks, 32)
+    layout = (tiles_offset, tile_bytes, last_blocks, escapes_offset, capacity, codes_offset, extra_offset, planes_offset,
+              last_escapes_offset, last_capacity, last_codes_offset, last_extra_offset, last_planes_offset, pools_offset, pool_bytes,
+              last_pool_bytes)
+    tile, num_blocks, parts, sections = find_tile(frame, t, num_tiles, layout)
     if part * (L // 32) < num_blocks:
-        tile = tl.multiple_of(frame + (tiles_offset + t.to(tl.int64) * tile_bytes), 16)
-        places = (tl.multiple_of(tile + tl.where(last, last_escapes_offset, escapes_offset), 4), tl.where(last, last_capacity, capacity),
-                  frame + (pools_offset + (t // GROUP_TILES).to(tl.int64) * pool_bytes),
-                  tl.where(t // GROUP_TILES == (num_tiles - 1) // GROUP_TILES, last_pool_bytes, pool_bytes))
-        sections = (tl.multiple_of(tl.where(last, last_codes_offset, codes_offset), 128),
-                    tl.multiple_of(tl.where(last, last_extra_offset, extra_offset), 128),
-                    tl.multiple_of(tl.where(last, last_planes_offset, planes_offset), 128))
         lanes = tl.arange(0, L)
         block, lane = part * (L // 32) + lanes // 32, lanes % 32
         position = (num_blocks, block, lane, (part + 1) * (L // 32) >= num_blocks)
         heads, num = load_heads(tile, num_blocks, lane)
         loaded = load_stored(tile, sections, num_blocks, block, lane, L, DT, LEVEL)
-        start = block_start(heads, places[0], places[1], block, lane, L)
-        state, unusual, places = any_block_state(tile, num, start, places, loaded[0], position, errors_at, L, DT, LEVEL)
+        start = block_start(heads, parts[0], parts[1], block, lane, L)
+        state, unusual, places = any_block_state(tile, num, start, parts, loaded[0], position, errors_at, L, DT, LEVEL)
         tile_elems = tl.minimum(numel - t.to(tl.int64) * TILE_ELEMS, TILE_ELEMS).to(tl.int32)
         wide = (aligned != 0) & (tile_elems >= (part + 1) * (32 * L))
         source = tl.multiple_of(own + t.to(tl.int64) * TILE_ELEMS, 16)

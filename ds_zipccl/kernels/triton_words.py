@@ -27,6 +27,15 @@ def begin_in_turn():
 
 
 @triton.jit
+def ask_l2(places, lane, SIZE: tl.constexpr):
+    """Asks L2 for SIZE bytes from each of the addresses ``places`` [L] whose ``lane`` is 0, both multiples of 16: a hint, which may come
+    before begin_in_turn."""
+    if PTX >= 90:
+        tl.inline_asm_elementwise("{ .reg .pred p; setp.eq.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0; }",
+                                  "=r,l,r,r", [places, lane, SIZE], tl.int32, False, 1)
+
+
+@triton.jit
 def _digit(a, b, DIGIT: tl.constexpr):
     if DIGIT < 4:
         return (a >> (8 * DIGIT)) & 0xFF

@@ -5,7 +5,8 @@
 
 Speed is GPU time from CUDA-graph replay over rotating buffers that together exceed the L2 cache. GB/s = 1e9 uncompressed bytes a second.
 The CUDA kernels of one call overlap the end of the call before it, as in any stream of our own calls; --apart: what a call costs without.
-The floor of a call is (bytes it must read + bytes it must write) / copy speed at that size, the better of two copies of this run.
+The floor of a call is (bytes it must read + bytes it must write) / copy speed at that size, the better of two copies of this run. Beside
+sums of rows stands a plain one of the same bytes (sum_floor.py).
 """
 import argparse
 import datetime
@@ -24,6 +25,9 @@ from ds_zipccl.codec import format as fmt
 from ds_zipccl.codec.dtypes import BY_TORCH, TABLE
 from ds_zipccl.kernels import impl_reference, loader, ops
 from ds_zipccl.kernels.rank_order import sum_in_order
+
+sys.path.append(str(Path(__file__).parent))
+import sum_floor
 
 MIB = 1 << 20
 BITS = {2: torch.int16, 4: torch.int32}
@@ -245,13 +249,15 @@ def reduce_speed_of(name, impl, dtype, rows, size, copy, level):
         impl.encode(x, f, status, g, own)
     calls = [lambda x=x, f=f, o=o: impl.decode_reduce(f, x[own], own, o, g) for x, f, o in zip(xs, frames, outs, strict=True)]
     us = graph_us(calls)
-    expected = torch.empty_like(outs[0])
-    wrong = 0
+    expected, wrong = torch.empty_like(outs[0]), 0
     for x, o in zip(xs, outs, strict=True):
         sum_in_order(list(x), expected)
         wrong += int((expected.view(BITS[dtype.itemsize]) != o.view(BITS[dtype.itemsize])).sum())
-    report("decode_reduce", name, dtype, "gauss", size, us, (rows - 1) * g.frame_bytes + 2 * size, copy, g.frame_bytes, wrong, rows=rows,
-           level=level)
+    moved, more = (rows - 1) * g.frame_bytes + 2 * size, {"rows": rows, "level": level}
+    report("decode_reduce", name, dtype, "gauss", size, us, moved, copy, g.frame_bytes, wrong, **more)
+    if sum_floor.triton and level == 1:
+        us, moved = sum_floor.sum_us(rows, size, g.frame_bytes, sets, graph_us)
+        report("plain sum", "triton", dtype, "integers", size, us, moved, copy, g.frame_bytes, 0, **more)
 
 
 def speed(impls: dict, quick: bool, nvcomp: bool, levels: tuple) -> None:
@@ -346,8 +352,7 @@ def table() -> str:
 def save(path: Path | None, impls: dict) -> None:
     meta = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "torch": torch.__version__,
             "python": platform.python_version(), "command": "python benchmarks/gpu_codec.py " + " ".join(sys.argv[1:]),
-            "date": datetime.date.today().isoformat(),
-            "impls": list(impls),
+            "date": datetime.date.today().isoformat(), "impls": list(impls),
             "layout": f"c = {fmt.LEVELS[1].slot_bytes}; level 2: {fmt.LEVELS[2].slot_bytes} for Gaussians, {FITTED[2]}; "
                       f"s = {fmt.DEFAULT_SPILL_PER_TILE}; Gaussian sigma 0.02"}
     if path:

@@ -109,7 +109,7 @@ class Comparison:
         found = Found(training.losses(self._args.warmup), snapshot.prints() if snapshot is not None and not is_silent else [])
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        way.end_trial(lambda: training.step(training.tokens(0)))
+        way.try_steps(lambda: training.step(training.tokens(0)))
         counted = way.runtime.stats.snapshot() if way.runtime else {}
         training.losses(NUM_COUNTED)
         if way.runtime:

@@ -23,14 +23,18 @@ class Way:
         if isinstance(section, dict):
             config = ZipcclConfig.from_section(section)
             self.runtime = Runtime(config, {kind: loader.resolve(config.kernels, kind, config.level) for kind in {device, "cpu"}})
-            if section.get("step_trials"):              # which others are not to be disturbed by
-                step_trials.attach(self.runtime)
+        self._is_tried = self.runtime is not None and section.get("step_trials", False)          # others are not disturbed by trials
 
-    def end_trial(self, step) -> None:
-        """Calls ``step()`` until the first trial has ended, if there are to be any and anything is zipped: the way is entered."""
-        trials = step_trials.of(self.runtime)
-        while trials is not None and not trials.has_answer:
-            step()
+    def try_steps(self, step) -> None:
+        """Calls ``step()`` until a trial has ended, where there are to be any and anything is zipped; rank 0 prints what it found. To be
+        called anew where steps are others; the way is entered."""
+        if self._is_tried:
+            step_trials.attach(self.runtime)
+            trials = step_trials.of(self.runtime)
+            while trials is not None and not trials.has_answer:
+                step()
+            if trials is not None and dist.get_rank() == 0:
+                print(f"steps tried: {trials.gauges}", flush=True)
 
     def enter(self) -> None:
         if self._is_silent:

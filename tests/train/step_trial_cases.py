@@ -14,7 +14,7 @@ from ds_zipccl.collectives import switch
 from ds_zipccl.collectives.cost import Costs, Curve
 from tests.train.zero_cases import VOCAB, Net, settings
 
-ADAPTIVE = {"enabled": True, "min_bytes": 1024, "step_trial_every": 7}
+ADAPTIVE = {"enabled": True, "min_bytes": 1024, "step_trial_every": 3}
 ZIPPED_WINS = Costs(Curve((1, 1 << 40), (9.0, 9.0)), Curve((1, 1 << 40), (1.0, 1.0)), 1.0)
 NATIVE_WINS = Costs(Curve((1, 1 << 40), (1.0, 1.0)), Curve((1, 1 << 40), (9.0, 9.0)), 1.0)
 WARM_UP, BLOCKS = 3, step_trials.BLOCKS[:4]
@@ -117,3 +117,28 @@ def case_always_is_not_tried(rank, world_size):
         with made_up(ZIPPED_WINS, 2.0):
             held, _, trials, _ = train({**ADAPTIVE, **section}, 1, 2)
         assert held == [None] * 2 and trials is None
+
+
+def case_another_engine_begins_anew(rank, world_size):
+    """In the middle of a native block: what is held is released, steps are counted from the start."""
+    model = Net()
+    with made_up(ZIPPED_WINS, 1.5):
+        config = settings(2, "bf16", gradient_accumulation_steps=1, zipccl=ADAPTIVE)
+        first, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=copy.deepcopy(config))
+        live, tokens = deepspeed_comm.live_runtime(), torch.arange(28).view(4, 7).to(first.device)
+
+        def steps(engine, count):
+            for _ in range(count):
+                engine.backward(engine(tokens))
+                engine.step()
+            return live.held
+
+        in_native_block = BEGIN + step_trials.BLOCK_STEPS + 1
+        assert steps(first, in_native_block) == "step_trial"
+        second, *_ = deepspeed.initialize(model=(other := Net()), model_parameters=other.parameters(), config=copy.deepcopy(config))
+        assert live.held is None
+        assert steps(second, in_native_block - 1) is None and steps(first, 2) is None, "of another engine than the first to end a step"
+        assert steps(second, 1) == "step_trial"
+    for engine in (first, second):
+        engine.destroy()
+    deepspeed_hooks.deactivate()

@@ -50,6 +50,7 @@ def test_what_a_run_did(tmp_path, capsys):
     news = iter([{"0": {"broadcast bfloat16": {"bytes": [1], "native": [9]}}}, {"0": {"all_gather_into_tensor bfloat16": {
         "bytes": [1 << 20, 1 << 22], "native": [1.5, 2], "zipped": [None, 4], "native_burst": [5, 6]}}}, {}])
     stats.sections["switch_times"] = lambda: ({}, next(news))
+    stats.sections["step_trials"] = lambda: ({"kept_native": 1}, {"choice": "native", "zipped_ms": 3.5, "native_ms": 2.5})
     log = StepLog(str(file), stats)
     for step in range(3):
         stats.zipped("all_gather_into_tensor", 1000 + step, 700)
@@ -66,6 +67,7 @@ def test_what_a_run_did(tmp_path, capsys):
     assert run["switch"] == {"0": {"all_gather_into_tensor bfloat16": 4 << 20, "broadcast bfloat16": None}}
     printed = " ".join(capsys.readouterr().out.split())
     assert f"all_gather_into_tensor bfloat16 from {4 << 20} bytes on" in printed and "broadcast bfloat16 never" in printed
+    assert "zipped 3.5 ms, native 2.5 ms: all calls go native" in printed
     assert list(run["switch_times"]["0"]) == ["broadcast bfloat16", "all_gather_into_tensor bfloat16"]
     assert f"all_gather_into_tensor bfloat16, {1 << 20} bytes, us: native 1.5, zipped None, native back to back 5" in printed
     file.write_text("[]\n")

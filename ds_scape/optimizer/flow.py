@@ -261,7 +261,8 @@ class Flow:
                              for num, flat in zip(positions.counts[rank], self.flats, strict=True)]
                     if early is None and left is None and not self.is_dense(self.num_steps + 1):
                         ranked = ranking.as_they_pass(self._groups, self.layout, rank, self.flats, self.num_steps, space, self.kernels,
-                                                      fresh[0].element_size(), sent.element_size())
+                                                      fresh[0].element_size(), sent.element_size(),
+                                                      functools.partial(self._lend, fresh, space, [rank]))
                 lo, hi = cuts[span] if index is not None else (span.start, span.stop)
                 index = None if index is None else index[lo:hi]
                 self._enter(span, residual, fresh, factor, index, out[lo:hi], early)

@@ -10,6 +10,7 @@ import torch
 from ds_scape.kernels import impl_reference
 from ds_scape.kernels.ops import Kernels
 from ds_scape.optimizer import spans
+from ds_scape.optimizer.passage import summed_for
 from ds_scape.optimizer.state import FlatState
 from ds_scape.optimizer.workspace import ALIGNMENT, Workspace
 from ds_scape.sync.partition import FlatLayout, Layout, Segment
@@ -132,14 +133,22 @@ def choose_passing(ways: list[tuple], passing, flats: list[FlatState], step: int
 
 
 def as_they_pass(of: list[Group], layout: Layout, rank: int, flats: list[FlatState], step: int, space: Workspace, kernels: Kernels,
-                 gradient: int, value: int) -> "AsTheyPass | None":
-    """None: there is no room for it in what is lent, the memory of the other partitions' gradients, of ``gradient`` bytes each, or not for
-    all that is exchanged afterwards, of values of ``value`` bytes, where the own ones were."""
-    numel, sizes = _mask_numel(flats), (t.element_size() for t in (flats[0].weight, flats[0].copies, flats[0].stored_last_sync))
+                 gradient: int, value: int, lend_own) -> "AsTheyPass | None":
+    """None: there is no room for it in what is lent, the memory of the other partitions' gradients, or not for all that is exchanged
+    afterwards, when the own ones are lent too. Sizes of a gradient and of a value that is sent in bytes."""
+    numel, sizes = _mask_numel(flats), [t.element_size() for t in (flats[0].weight, flats[0].copies, flats[0].stored_last_sync)]
     if not space.lends or not own_gradients_hold_the_exchange(layout, rank, gradient, value, *sizes):
         return None
     is_whole = _fits(numel, of, flats, space, True)
-    has_room = is_whole or _fits(-(-numel // 8), of, flats, space, True, True)
+    if not is_whole and not _fits(-(-numel // 8), of, flats, space, True, True):
+        return None
+    mark, splits, ranks = space.mark(), layout.splits(False), layout.world_size
+    space.empty(numel if is_whole else -(-numel // 8), torch.uint8)
+    lend_own()
+    longest, mean = sizes[1] * max(splits), sizes[0] * min(max(layout.counts(rank, False)), summed_for(layout.numel))
+    room = max(value * ranks * splits[rank], longest), longest * (value < sizes[1])
+    has_room = space.has_room(*room, mean) and space.has_room(*room, ranks * longest)
+    space.release(mark)
     return AsTheyPass(of, flats, step, space, kernels, is_whole) if has_room else None
 
 

@@ -64,6 +64,19 @@ def test_a_step_stays_below_what_is_said(world_size, offload, density):
         assert bound - 0.9 * own < peak < bound + small_bytes(flow), f"step {step}: {peak} bytes, {bound} said, {own} in a partition"
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranking_as_they_pass_takes_no_more(world_size):
+    """Own residuals and masks are where gradients were, and so is what is exchanged afterwards, of several parameter groups."""
+    shapes, found = [[(200, 100)] * 12, [(3000,)], [(150, 100)] * 4 + [(10, 10)]], []
+    with mock.patch.object(ranking, "SEGMENT_BYTES", 64), mock.patch.object(ranking, "as_they_pass", side_effect=lambda *given, of=(
+            ranking.as_they_pass): found.append(of(*given)) or found[-1]), mock.patch(f"{__name__}.SHAPES", shapes):
+        flow, steps = peaks(world_size, True, 0.05, may_overwrite=True)
+        with mock.patch.object(ranking, "SLICE", SLICE):
+            bound = memory.masked_step_bytes(flow.layout, offloaded=True, chunk=CHUNK, piece=PIECE)
+    assert len(found) == 2 and all(found)
+    assert max(steps[1:]) < bound + small_bytes(flow)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_small_model_goes_in_small_pieces(world_size):
     """Smaller than the pieces are of large ones; so are slices, and what is summed at a time."""

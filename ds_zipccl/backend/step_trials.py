@@ -106,7 +106,9 @@ class StepTrials:
         return {f"kept_{way}": self.counts[way] for way in (ZIPPED, NATIVE)}, dict(self.gauges)
 
     def step_ended(self, engine, runtime: Runtime) -> None:
-        """At the end of an optimizer step, on all ranks."""
+        """At the end of an optimizer step, on all ranks. Not of an engine of some of them alone: others' may be ahead, or wait for this."""
+        if engine.dp_world_size != dist.get_world_size():
+            return
         if self._engine is None:
             self._engine, self._runtime = weakref.ref(engine), weakref.ref(runtime)
         if self._engine() is engine:

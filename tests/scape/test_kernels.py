@@ -1,6 +1,5 @@
 """Every kernel set against the reference, bit for bit, on everything that floats and masks can be."""
 import ctypes
-import subprocess
 
 import pytest
 import torch
@@ -8,10 +7,9 @@ import torch
 from ds_scape.kernels import c_structs, cuda_plans, impl_cpu, impl_cuda, impl_triton, ops
 from ds_scape.kernels import impl_reference as reference
 from ds_scape.sync.partition import Segment
+from tests.helpers.emulated import compile_for_host
 from tests.scape import kernel_cases as cases
 from tests.scape.kernel_cases import BF16, FP16, FP32
-from zipscape.op_builder import toolchain
-from zipscape.op_builder.base import csrc_dir
 from zipscape.op_builder.scape import SCAPE_CPU, SCAPE_CUDA
 
 
@@ -25,11 +23,7 @@ def _cpu(isa):
 @pytest.fixture(scope="module")
 def emulated_library(tmp_path_factory) -> ctypes.CDLL:
     """The CUDA source for a CPU, one fiber a thread: checks logic, not races."""
-    target = tmp_path_factory.mktemp("emulated") / "scape.so"
-    flags = ("-x", "c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing", "-DZIPSCAPE_EMULATE")
-    subprocess.run([*toolchain.find("c++"), *flags, f"-I{csrc_dir()}", str(SCAPE_CUDA.source_paths()[0]), "-o", str(target)], check=True,
-                   timeout=300)
-    return ctypes.CDLL(str(target))
+    return ctypes.CDLL(str(compile_for_host(tmp_path_factory.mktemp("emulated"), SCAPE_CUDA)))
 
 
 @pytest.fixture(scope="module", params=[*impl_cpu.ISAS, "cuda"] if cases.DEVICE == "cpu" else ["cuda", "triton"])

@@ -27,7 +27,7 @@ _is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: Fals
 
 
 def load():
-    """Raises BuildError when Triton is not installed or there is no GPU for it."""
+    """Raises BuildError when Triton is not installed, there is no GPU for it, or it cannot build: it needs a C compiler at run time."""
     triton_device.device_type()
     return TritonKernels()
 

@@ -10,7 +10,7 @@ from ds_zipccl.cli.bench_collectives import median_interval
 from ds_zipccl.cli.step_run import PARTS, Found
 from ds_zipccl.cli.step_runs import RUNS, SILENT, Cell
 
-COLUMNS = ("transport", "model", "stage", "tokens", "run", "step ms", "speedup", "interval", "f", "s", "bound", "reached", "f alone",
+COLUMNS = ("transport", "model", "stage", "tokens", "run", "step ms", "speedup", "interval", "on engine", "f", "s", "bound", "reached", "f alone",
            "bound alone", "compute ms", "optimizer ms", "exposed ms", "copies ms", "codec ms", "idle ms", "host ms", "wire MB", "ratio",
            "GiB", "losses")
 _TEXT = ("transport", "model", "run", "interval", "losses")
@@ -34,6 +34,8 @@ def row(cell: Cell, name: str, done: dict[str, Found], first: str, alone: dict[s
         found["idle_ms"] = max(0.0, mine.step_ms - busy)
     if name != first and mine.prints and run.zipccl != SILENT:
         found["losses"] = "equal" if (mine.losses, mine.prints) == (done[first].losses, done[first].prints) else "differ"
+    if name != first and first != run.rival:
+        found["speedup_on_engine"] = done[first].step_ms / mine.step_ms
     if rival is None:
         return found
     found |= {"rival": run.rival, "speedup": rival.step_ms / mine.step_ms,
@@ -79,6 +81,7 @@ def cells(row: dict) -> list[str]:
     trace, low_high = row.get("trace") or {}, row.get("speedup_interval")
     return [row["transport"], row["model"], str(row["stage"]), str(row["tokens"]), row["run"], number("time_us", 1, 1e3),
             number("speedup", 3), f"{low_high[0]:.2f}-{low_high[1]:.2f}" if low_high else "",
+            number("speedup_on_engine", 3),
             *(number(name, 3) for name in ("f", "s", "bound", "reached", "f_alone", "bound_alone")),
             *(f"{trace[name]:.1f}" if name in trace else "" for name in ("compute_ms", "optimizer_ms", "exposed_ms", "exposed_copies_ms",
                                                                          "codec_ms")),
@@ -115,7 +118,8 @@ def write_markdown(path: str, rows: list[dict], meta: dict) -> None:
 
 
 EXPLAINED = """speedup: the rival's median step (native, or dense AdamS) by this one's; interval: 95 % of that median over the rounds;
-the runs `again` are the rival itself: the noise. f: the exposed share of communication in the rival's step, from a trace; s: how many times
+the runs `again` are the rival itself: the noise. on engine: the same over the first run of the same engine (other settings than the
+rival's). f: the exposed share of communication in the rival's step, from a trace; s: how many times
 faster the collectives are alone (SCAPE: how many times fewer bytes, at most 20); bound: 1 / (1 - f + f / s); reached: speedup / bound.
 f alone: the share by which the step gets shorter when its collectives are left out (silent), less than f where the GPU communicates while
 it waits for the host anyway; bound alone: the bound from it. idle: the GPU does nothing, as the host is busy. host: its time in forward /

@@ -10,9 +10,9 @@ from ds_zipccl.cli.bench_collectives import median_interval
 from ds_zipccl.cli.step_run import PARTS, Found
 from ds_zipccl.cli.step_runs import RUNS, SILENT, Cell
 
-COLUMNS = ("transport", "model", "stage", "tokens", "run", "step ms", "speedup", "interval", "on engine", "f", "s", "bound", "reached", "f alone",
-           "bound alone", "compute ms", "optimizer ms", "exposed ms", "copies ms", "codec ms", "idle ms", "host ms", "wire MB", "ratio",
-           "GiB", "losses")
+COLUMNS = ("transport", "model", "stage", "tokens", "run", "step ms", "speedup", "interval", "on engine", "f", "s", "bound", "reached",
+           "f alone", "bound alone", "compute ms", "optimizer ms", "exposed ms", "copies ms", "codec ms", "idle ms", "host ms", "wire MB",
+           "ratio", "GiB", "losses")
 _TEXT = ("transport", "model", "run", "interval", "losses")
 #: What SCAPE at a density removes of the exposed communication, at most: the number to reach is stated so.
 REMOVED = 0.95

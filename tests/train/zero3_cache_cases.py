@@ -1,11 +1,11 @@
 """Cases run on every rank by test_zero3_cache.py: ZeRO-3 with ``cache_params``, bit by bit the same training as without."""
-import os
 import tempfile
 from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.comm import coalesced_collectives
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import safe_set_full_fp32_param
@@ -233,7 +233,8 @@ class Even(Net):
 
 def case_quantized_by_zero_plus_plus(rank, world_size):
     """C70: what ZeRO++ has made small travels as it is, the rest as without it: its settings win. Every rank is a node of its own."""
-    with (mock.patch.object(partition_parameters, "CUDAQuantizer", Quantizer), mock.patch.dict(os.environ, LOCAL_SIZE="1"),
+    with (mock.patch.object(partition_parameters, "CUDAQuantizer", Quantizer),
+          mock.patch.object(type(get_accelerator()), "device_count", lambda self: 1),
           mock.patch.object(coalesced_collectives, "quantizer_module", Quantizer())):
         for quantized, op in (("weights", "all_gather_into_tensor"), ("gradients", "all_to_all_single")):
             run = compare(world_size=world_size, make=Even, extra={"zero_optimization": {f"zero_quantized_{quantized}": True}}, steps=3)

@@ -251,7 +251,7 @@ def _start(spec: CollectiveSpec, call: Call, launch: Launch, kind: Kind | None) 
         rooms = _Rooms(spec, call, launch)
         if kind is not None:
             kind.memo = rooms
-    launch.state.connect_pairs()
+    launch.state.connect()
     reasons = rooms.reasons()
     if not all(reasons.values()):
         found = rooms.ask(reasons)

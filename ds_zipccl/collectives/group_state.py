@@ -16,6 +16,7 @@ from ds_zipccl.collectives.transport import SideChannel
 from ds_zipccl.collectives.windows import Windows
 from ds_zipccl.collectives.work import Pending
 from ds_zipccl.errors import CollectiveError
+from ds_zipccl.kernels import rank_order
 from zipscape.errors import ZipScapeError, describe
 
 log = logging.getLogger("ds_zipccl")
@@ -40,7 +41,7 @@ class GroupState:
         self._measured: dict[tuple, switch.Measured] = {}
         self._told: dict[tuple, object] = {}            # of the costs there: which ``new_times`` has had
         self.num_asked, self.answers = 0, None          # all-to-alls before the switch knows pieces that could be zipped
-        self._pairs_connected = self._ended = False
+        self._is_connected = self._ended = False
         self.in_flight: list[Pending] = []         # in launch order; changed here alone
         self.when_busy: Callable[[], None] | None = None            # called once a call is in flight
         self._lock = threading.RLock()              # nobody holds it while he waits for another rank's launch
@@ -57,16 +58,22 @@ class GroupState:
 
     @functools.cached_property
     def bulk(self) -> SideChannel:
-        """For resends and what else must not mix with other calls on the group. Made when first needed, in launch order."""
+        """For resends and what else must not mix with other calls on the group."""
         return SideChannel(self.group, self._device, "bulk")
 
-    def connect_pairs(self) -> None:
-        """Before the first call in which pairs of ranks have channels to themselves: all ranks at the same point."""
-        if not self._pairs_connected:
+    def connect(self) -> None:
+        """Before the first zipped call, all ranks at the same point: on a GPU, whatever a resend would use for the first time is used now.
+
+        NCCL connects two ranks, and CUDA loads a kernel, when first asked to, and either may wait for all that the device has to do. A
+        payload there may wait for a rank that has not launched it, because it waits for this rank's part of a resend.
+        """
+        if not self._is_connected:
+            self._is_connected = True
             self.settle()                           # which may use ``bulk`` too
             self.side.connect()
             self.bulk.connect()
-            self._pairs_connected = True
+            if self._device.type == "cuda":
+                rank_order.load_kernels(self._device)
 
     @functools.cached_property
     def status_stream(self) -> torch.cuda.Stream | None:

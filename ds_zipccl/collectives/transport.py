@@ -16,6 +16,7 @@ from zipscape import handshake
 from zipscape.errors import describe
 
 DIRECT_WORDS = True                 # past torch to NCCL, where torch gives its communicator away
+CONNECTING = 16, 1 << 20            # bytes for each rank
 PAIRS_GATHER: bool | None = None    # for tests: in place of ``SideChannel.pair_gathers``'s own finding
 
 # torch 2.13 renames these two; 2.11 knows only the old names
@@ -199,10 +200,14 @@ class SideChannel:
         return self._loan.store
 
     def connect(self) -> None:
-        """Connects all ranks now, which the first call does otherwise: before calls in which only some take part."""
+        """Connects all ranks now, for every kind of call, which the first one of its kind does otherwise (GPU)."""
         if self._device.type == "cuda" and (self._purpose != "side" or self._box_at_once() is None):
-            word = torch.zeros(1, dtype=torch.int32, device=self._device)
-            self.all_gather(torch.empty(self._size, dtype=torch.int32, device=self._device), word).wait()
+            for numel in CONNECTING:                # NCCL chooses its algorithm by size, and connects for the chosen one
+                own, rows = (torch.zeros(n, dtype=torch.uint8, device=self._device) for n in (numel, self._size * numel))
+                out = torch.empty_like(rows)
+                self.all_gather(out, own).wait()
+                self.all_to_all(out, rows).wait()
+                self.broadcast(out, 0).wait()
             self._connected = True
 
     def pair_gathers(self) -> bool:

@@ -101,6 +101,7 @@ def gpu(request, monkeypatch, library):
     monkeypatch.setattr(FakeTensor, "record_stream", lambda *_: None, raising=False)
     monkeypatch.setattr(group_state, "SideChannel", lambda group, device, purpose="words": Communicator(gpu, {"bulk": "resend"}.get(
         purpose, "words")))
+    monkeypatch.setattr(group_state.rank_order, "load_kernels", lambda device: gpu.queue("load kernels"))
     monkeypatch.setattr(flight, "WATCH", SimpleNamespace(add=gpu.watched.append))
     monkeypatch.setattr(group_state, "WATCH", SimpleNamespace(add=lambda state: None, wake=lambda: None))
     monkeypatch.setattr(Words, "tolist", lambda words: [gpu.word] * words.data.numel())

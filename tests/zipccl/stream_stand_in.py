@@ -134,13 +134,13 @@ class Communicator:
 
     post_to_all = post_from = post_to_one = _post
 
-    def connect(self, *_):
-        pass
+    def connect(self):
+        self._gpu.queue(f"connect {self._name}")
 
     def pair_gathers(self):
         return self._gpu.sends
 
-    close = abort = exchange_no_words = connect
+    close = abort = exchange_no_words = lambda *_: None
 
     def ring_box(self):
         return self._gpu.box

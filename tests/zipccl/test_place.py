@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_zipccl.collectives import place, transport
 from ds_zipccl.collectives.place import Place, await_keys, place_of
@@ -209,6 +210,33 @@ def test_on_gpus_a_connection_is_borrowed_until_all_ranks_are_connected(world, m
     assert world.num_connections == before + 3
     first.store.set("asked", "said")
     assert first.store.get("asked") == b"said"
+
+
+def test_on_gpus_ranks_are_connected_for_every_kind_and_size_of_call(world, monkeypatch):
+    """What has not been connected for is connected when a resend needs it, while payloads hold the device."""
+    asked = []
+
+    class Nccl:
+        Options = SimpleNamespace
+
+        def __init__(self, *_):
+            pass
+
+        def _asked(self, kind, out, rows):
+            asked.append((kind, out.numel(), rows.numel()))
+            return SimpleNamespace(wait=lambda: asked.append("waited"))
+
+        _allgather_base = lambda self, out, own: self._asked("gather", out, own)               # noqa: E731
+        alltoall_base = lambda self, out, rows, *_: self._asked("exchange", out, rows)         # noqa: E731
+        broadcast = lambda self, tensors, options: self._asked("broadcast", tensors[0], tensors[0])         # noqa: E731
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    group = world.groups()[0]
+    with FakeTensorMode():
+        SideChannel(group, torch.device("cuda:0"), "bulk").connect()
+    kinds = [(numel, kind) for numel in (16, 1 << 20) for kind in ("gather", "exchange", "broadcast")]
+    assert asked[1::2] == ["waited"] * len(kinds)
+    assert asked[::2] == [(kind, group.size() * numel, numel if kind == "gather" else group.size() * numel) for numel, kind in kinds]
 
 
 def test_aborted_before_its_communicator_was_made(world, monkeypatch):

@@ -6,10 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ds_zipccl.codec.format import OVERFLOW_BIT
 from ds_zipccl.collectives import streams
 from ds_zipccl.collectives.streams import copy as copy_elements
+from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.zipccl.stream_stand_in import (
     AGAIN,
     GPU,
@@ -72,6 +75,31 @@ def test_order_of_a_call(gpu, live, op, overflow, second):
         again = {i for i in decodes | copies if overflow and resends & gpu.before(i)}
         assert all(decodes - again <= gpu.before(i) for i in again), "a decode that began early may write over what was sent again"
         assert encodes | payloads | decodes | copies | resends <= gpu.before(read), "the caller goes on too early"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_a_resend_uses_has_been_used_before_the_first_payload(gpu, live, op):
+    """C62: NCCL connects and CUDA loads at first use, which may wait for a payload that waits for a rank that waits for the resend."""
+    end(gpu, begin(gpu, live, op, 7), 7)
+    end(gpu, begin(gpu, live, op, 7), 7)
+    early = "connect words", "connect resend", "load kernels"
+    assert [name for name, *_ in gpu.log if name in early] == list(early)
+    assert max(gpu.all(*early)) < min(gpu.all("payload", "encode", "resend"))
+
+
+@pytest.mark.parametrize("divisor", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_sum_in_rank_order_brings_nothing_from_the_host(gpu, dtype, divisor):
+    """C62: the host would wait until the GPU has come so far, in a resend for another rank."""
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            assert {t.device for t in tree_leaves((arguments, options)) if isinstance(t, torch.Tensor)} <= {GPU}, function
+            assert function is not torch.ops.aten._local_scalar_dense.default
+            return function(*arguments, **(options or {}))
+
+    rows, out = [torch.empty(ROW, dtype=dtype, device=GPU) for _ in range(3)], torch.empty(ROW, dtype=dtype, device=GPU)
+    with Seen():
+        sum_in_order(rows, out, divisor)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -58,20 +58,21 @@ class GroupState:
 
     @functools.cached_property
     def bulk(self) -> SideChannel:
-        """For resends and what else must not mix with other calls on the group."""
+        """For resends and what else must not mix with other calls on the group. On a CPU made when first needed, in launch order."""
         return SideChannel(self.group, self._device, "bulk")
 
     def connect(self) -> None:
-        """Before the first zipped call, all ranks at the same point: on a GPU, whatever a resend would use for the first time is used now.
+        """Before the first zipped call (CPU: in which pairs of ranks have channels to themselves), all ranks at the same point: on a GPU,
+        whatever a resend would use for the first time is used now.
 
         NCCL connects two ranks, and CUDA loads a kernel, when first asked to, and either may wait for all that the device has to do. A
         payload there may wait for a rank that has not launched it, because it waits for this rank's part of a resend.
         """
         if not self._is_connected:
-            self._is_connected = True
-            self.settle()                           # which may use ``bulk`` too
+            self.settle()                           # CPU: calls before the first all-to-all, which may use ``bulk`` too
             self.side.connect()
             self.bulk.connect()
+            self._is_connected = True
             if self._device.type == "cuda":
                 rank_order.load_kernels(self._device)
 

@@ -110,7 +110,8 @@ def start(spec: CollectiveSpec, call: Call, launch: Launch, kind: Kind | None = 
     rooms = tuple([capacity.next_call() for capacity in classes])
     if None in rooms:
         return "incompressible"
-    launch.state.connect()
+    if launch.device.type == "cuda":
+        launch.state.connect()
 
     def make() -> Flight:
         flight = spec.flight(call, launch, *[launch.codec(call.dtype, each[2], room) for each, room in zip(arguments, rooms, strict=True)])

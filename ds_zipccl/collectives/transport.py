@@ -16,7 +16,7 @@ from zipscape import handshake
 from zipscape.errors import describe
 
 DIRECT_WORDS = True                 # past torch to NCCL, where torch gives its communicator away
-CONNECTING = 16, 1 << 20            # bytes for each rank
+CONNECTING = 16, 1 << 23            # bytes: of each rank; of all together
 PAIRS_GATHER: bool | None = None    # for tests: in place of ``SideChannel.pair_gathers``'s own finding
 
 # torch 2.13 renames these two; 2.11 knows only the old names
@@ -200,14 +200,16 @@ class SideChannel:
         return self._loan.store
 
     def connect(self) -> None:
-        """Connects all ranks now, for every kind of call, which the first one of its kind does otherwise (GPU)."""
+        """Connects all ranks now (GPU), for every kind of call where resends go, which the first one of its kind does otherwise."""
         if self._device.type == "cuda" and (self._purpose != "side" or self._box_at_once() is None):
-            for numel in CONNECTING:                # NCCL chooses its algorithm by size, and connects for the chosen one
+            (few, many), resends = CONNECTING, self._purpose != "side"
+            for numel in (few, max(few, many // self._size))[:1 + resends]:         # NCCL connects for the algorithm that suits the size
                 own, rows = (torch.zeros(n, dtype=torch.uint8, device=self._device) for n in (numel, self._size * numel))
                 out = torch.empty_like(rows)
                 self.all_gather(out, own).wait()
-                self.all_to_all(out, rows).wait()
                 self.broadcast(out, 0).wait()
+                if resends:                         # every pair of ranks
+                    self.all_to_all(out, rows).wait()
             self._connected = True
 
     def pair_gathers(self) -> bool:
@@ -346,8 +348,7 @@ class SideChannel:
             self._idle = self._launched(self._backend.alltoall_base(none, none, [0] * world_size, [0] * world_size))
 
     def exchange_pairs(self, received: dict[int, torch.Tensor], sent: dict[int, torch.Tensor]) -> None:
-        """Sends ``sent[r]`` to rank r and fills ``received[r]`` from it; only the two ends of a pair take part. Returns when that is done
-        (GPU: queued on the current stream)."""
+        """Sends ``sent[r]`` to rank r, fills ``received[r]`` from it; only a pair's two ends take part. Returns when done (GPU: queued)."""
         if not (received or sent):
             return
         if self._device.type == "cuda":

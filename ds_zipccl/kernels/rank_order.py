@@ -28,7 +28,9 @@ def sum_in_order(rows, out: torch.Tensor, divisor: int = 1) -> None:
 
 
 def load_kernels(device: torch.device) -> None:
-    """Has torch load what ``sum_in_order`` of BF16 launches on a GPU, now and not at its first use: aligned and not, sums and averages."""
-    for numel, divisor in ((4096, 1), (4096, 3), (7, 1), (7, 3)):
-        rows = torch.zeros(2, numel, dtype=torch.bfloat16, device=device)
-        sum_in_order(rows.unbind(0), torch.empty_like(rows[0]), divisor)
+    """Has torch load what ``sum_in_order`` of BF16 launches on a GPU, now and not at its first use: sums and averages. Torch has a kernel
+    for each alignment, and rows begin anywhere: the second ones here at a multiple of 16 bytes, of 8, of 4, of 2."""
+    for numel in (4096, 4100, 4098, 4097):
+        for divisor in (1, 3):
+            rows = torch.zeros(2, numel, dtype=torch.bfloat16, device=device)
+            sum_in_order(rows.unbind(0), torch.empty_like(rows[0]), divisor)

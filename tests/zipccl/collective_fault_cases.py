@@ -126,7 +126,11 @@ def case_side_channels_made_at_different_times(rank, world):
 
 
 def case_overflows_on_all_and_alternating(rank, world):
+    """The channel for what is sent again is made when first needed, on GPUs before the first payload."""
     with runtime() as live:
+        data = gaussian(5000, seed=rank)
+        launch(live, AG, data.new_empty(5000 * world), data).wait()
+        assert ("bulk" in live.state(dist.group.WORLD, data.device).__dict__) == data.is_cuda
         for i in range(8):
             for op in (AG, RS):
                 bad = i % 2 == 0 or (i == 5 and rank == 0)

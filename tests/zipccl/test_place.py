@@ -231,12 +231,24 @@ def test_on_gpus_ranks_are_connected_for_every_kind_and_size_of_call(world, monk
         broadcast = lambda self, tensors, options: self._asked("broadcast", tensors[0], tensors[0])         # noqa: E731
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
-    group = world.groups()[0]
-    with FakeTensorMode():
-        SideChannel(group, torch.device("cuda:0"), "bulk").connect()
-    kinds = [(numel, kind) for numel in (16, 1 << 20) for kind in ("gather", "exchange", "broadcast")]
-    assert asked[1::2] == ["waited"] * len(kinds)
-    assert asked[::2] == [(kind, group.size() * numel, numel if kind == "gather" else group.size() * numel) for numel, kind in kinds]
+    group, names = world.groups()[0], ("gather", "broadcast", "exchange")
+    size = group.size()
+
+    def connected(purpose):
+        asked.clear()
+        with FakeTensorMode():
+            SideChannel(group, torch.device("cuda:0"), purpose).connect()
+        assert asked[1::2] == ["waited"] * len(asked[::2])
+        return asked[::2]
+
+    def expected(*numels, kinds=names):
+        return [(kind, size * numel, numel if kind == "gather" else size * numel) for numel in numels for kind in kinds]
+
+    assert connected("bulk") == expected(16, (8 << 20) // size)
+    monkeypatch.setattr(SideChannel, "_box_at_once", lambda channel: None)
+    assert connected("side") == expected(16, kinds=("gather", "broadcast")), "words are small, and pairs are many"
+    monkeypatch.setattr(transport, "CONNECTING", (16, 16 * size - 1))
+    assert connected("bulk") == expected(16, 16), "of a thousand ranks' bytes there must not be a thousand times as many"
 
 
 def test_aborted_before_its_communicator_was_made(world, monkeypatch):

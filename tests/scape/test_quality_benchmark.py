@@ -24,10 +24,8 @@ SHAPE = Shape(vocab=64, dim=32, layers=1, heads=2, seq_len=16)
 @pytest.fixture(autouse=True)
 def on_the_host():
     """These simulations are small ones of one process: they run there whatever the other tests run on."""
-    before = torch.get_default_device()
-    torch.set_default_device("cpu")
-    yield
-    torch.set_default_device(before)
+    with torch.device("cpu"):           # setting the default device to what it was would leave a function mode to all later tests
+        yield
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -11,6 +11,7 @@ from torch import nn
 
 from ds_zipccl.backend import deepspeed_comm, deepspeed_hooks
 from ds_zipccl.backend.zero3_params import EngineFrames, stats_of
+from tests.helpers.processes import DEVICE
 from tests.train.zero_cases import VOCAB, ZIPPED, Net, settings
 
 STEPS = 6
@@ -35,7 +36,7 @@ def batches(rank: int):
 
 def tokens(shape, generator: torch.Generator) -> torch.Tensor:
     """The same on every device."""
-    return torch.randint(0, VOCAB, shape, generator=generator, device="cpu").to(torch.get_default_device())
+    return torch.randint(0, VOCAB, shape, generator=generator, device="cpu").to(DEVICE)
 
 
 def hash_of(module: nn.Module) -> str:
@@ -125,6 +126,18 @@ def sample_loss(engine, seed: int = 7) -> str:
         loss = engine.module(sample)
     engine.module.train()
     return loss.item().hex()
+
+
+@contextlib.contextmanager
+def without_default_device():
+    """As users' programs are: with a GPU as default device, DeepSpeed would find what it makes for the host, and pins, on the GPU."""
+    before = torch.get_default_device()
+    torch.set_default_device(None)
+    try:
+        yield
+    finally:
+        if before.type != "cpu":            # set to "cpu", functions of torch's would be called through a mode
+            torch.set_default_device(before)
 
 
 @contextlib.contextmanager

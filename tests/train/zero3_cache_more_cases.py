@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_zipccl.backend import deepspeed_hooks, zero3_params, zero3_writers
-from tests.train.zero3_cache_helpers import CACHED, STEPS, cache_counters, compare, config_for, sample_loss, train
+from tests.train.zero3_cache_helpers import CACHED, STEPS, cache_counters, compare, config_for, sample_loss, train, without_default_device
 from tests.train.zero_cases import VOCAB, WIDTH, Net
 
 
@@ -104,6 +104,7 @@ def case_second_partition_is_gathered_natively(rank, world_size):
     assert run.cache["bypassed"]["hpz_secondary"] > 0 and run.cache["shards"] > 0, run.cache
 
 
+@without_default_device()
 def case_second_partition_with_offload_learns(rank, world_size):
     """C88: with optimizer state (and parameters) on the host, and hpZ, losses fall and no gradient is lost; 20 steps."""
     hpz = {"zero_hpz_partition_size": world_size, "offload_optimizer": {"device": "cpu"}}
@@ -123,6 +124,7 @@ def case_second_partition_with_offload_learns(rank, world_size):
            offload_param={"device": "cpu"})
 
 
+@without_default_device()
 def case_offloaded_parameters_are_bypassed(rank, world_size):
     run = compare(world_size=world_size, extra={"zero_optimization": {"offload_param": {"device": "cpu"}}}, steps=3)
     assert run.cache["encodes"] == 0 and run.cache["held_bytes"] == 0 and set(run.cache["bypassed"]) == {"offload_param_cpu"}, run.cache

@@ -15,6 +15,8 @@ import torch
 HELD_OUT = 60
 #: A file is left out if so much of it, in sentences, stands in files before it.
 MAX_COPIED = 0.1
+#: Bytes of a file; longer ones are left out.
+MAX_FILE = 7 << 19
 #: Characters of the training part that the byte pairs are learned from.
 SAMPLE = 16 << 20
 PARTS = ("train", "tune", "report")
@@ -22,8 +24,10 @@ PIECE = 8 << 20
 
 
 def read(root: Path, suffixes: tuple[str, ...]) -> dict[str, str]:
-    """Path below ``root`` -> text. In an order that has nothing to do with the paths' own, so that a bound on the bytes cuts evenly."""
-    files = {file.relative_to(root).as_posix(): file for suffix in suffixes for file in root.rglob(f"*{suffix}") if file.is_file()}
+    """Path below ``root`` -> text, of files up to MAX_FILE. In an order that has nothing to do with the paths' own, so that a bound on the
+    bytes cuts evenly."""
+    files = {file.relative_to(root).as_posix(): file for suffix in suffixes for file in root.rglob(f"*{suffix}")
+             if file.is_file() and file.stat().st_size <= MAX_FILE}
     return {name: files[name].read_text(errors="ignore").replace("\0", "") for name in sorted(files, key=_digest)}
 
 

@@ -298,6 +298,7 @@ def test_places_take_every_token_once_an_epoch():
 
 def test_text_is_cut_by_file_and_near_copies_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "HELD_OUT", 4)
+    monkeypatch.setattr(text, "MAX_FILE", 9000)
     words = "time house river stone light garden window winter answer shadow journey morning".split()
     generator = torch.Generator("cpu").manual_seed(1)
 
@@ -309,8 +310,9 @@ def test_text_is_cut_by_file_and_near_copies_are_left_out(tmp_path, monkeypatch)
         (tmp_path / f"f{i}.txt").write_text(". ".join(told))
         (tmp_path / f"copy{i}.txt").write_text("A new preface. " + ".\n".join(told[5:]))
     (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "long.txt").write_text(". ".join(sentence() for _ in range(300))[:9001])
     kept = text.distinct(text.read(tmp_path, (".txt",)))
-    assert len(kept) == 40
+    assert len(kept) == 40 and "long.txt" not in kept
     names = {part: {name.replace("copy", "f") for name in kept if text.part_of(name) == part} for part in text.PARTS}
     assert len(names["tune"]) > 3 and len(names["report"]) > 3 and sum(map(len, names.values())) == 40
     assert not names["train"] & (names["tune"] | names["report"])

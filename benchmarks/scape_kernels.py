@@ -190,7 +190,7 @@ def copy_speed(timer: Timer, num_bytes: int) -> float:
     return 8 * size / timer(lambda: target.copy_(source))
 
 
-def measure(args, emit) -> None:
+def measure(args, emit, save) -> None:
     timer = Timer(args.device, args.repeat)
     for numel in args.numel:
         for density in args.density:
@@ -202,6 +202,7 @@ def measure(args, emit) -> None:
                         taken = times[first, name] + times["owner_step", name]
                         emit({"op": op, "impl": name, "numel": numel, "density": density, "time_us": round(taken, 1),
                               "of_dense_step": round(taken / times["dense_step", name], 3)})
+            save()
 
 
 def measure_data(data: Data, args, timer: Timer, times: dict, emit) -> None:
@@ -265,10 +266,12 @@ def main() -> int:
         rows.append(row)
         show(row)
 
-    measure(args, emit)
-    if args.json:
-        settings = {"device": args.device, "threads": torch.get_num_threads(), "repeat": args.repeat, "kernels": loader.report()}
-        write_json(args.json, {"settings": settings, "rows": rows}, command="python " + " ".join(sys.argv))
+    def save():
+        if args.json:               # again after every size and density: a run that is stopped leaves what it has
+            settings = {"device": args.device, "threads": torch.get_num_threads(), "repeat": args.repeat, "kernels": loader.report()}
+            write_json(args.json, {"settings": settings, "rows": rows}, command="python " + " ".join(sys.argv))
+
+    measure(args, emit, save)
     return int(any(row.get("wrong") for row in rows))
 
 

@@ -19,8 +19,6 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ["ZIPCCL_AGAIN"] = "1"
-
 import torch
 
 from ds_zipccl.backend import front

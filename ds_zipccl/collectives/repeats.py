@@ -26,9 +26,8 @@ from ds_zipccl.kernels.launch_calls import NOT_SO, refused
 MAX_KNOWN = 4096
 #: So many calls of ``again`` may be in flight before one is settled ahead of its ``wait()``: what overflows is sent again a little later.
 FEW = 8
-#: Whether there are calls for ``Repeats.again``: over symmetric memory; over the group too.
-AGAIN = os.environ.get("ZIPCCL_AGAIN", "1") != "0"
-AGAIN_OVER_GROUPS = os.environ.get("ZIPCCL_AGAIN") == "1"
+#: Whether there are calls for ``Repeats.again``.
+AGAIN = os.environ.get("ZIPCCL_AGAIN", "1") not in ("", "0")
 
 
 class Repeat:
@@ -60,7 +59,7 @@ class Repeat:
         # A probe's classes are not its group's.
         self.rooms, self.workspace = () if launch.trial else flight.rooms, launch.workspace
         self.count = launch.stats and launch.stats.zipped_count(self.op, flight.raw_bytes, flight.wire_bytes)
-        self.box = self.state.side.ring_box() if AGAIN_OVER_GROUPS and flight.repeats_whole else None
+        self.box = self.state.side.ring_box() if AGAIN and flight.repeats_whole else None
         # Nothing else here keeps the group's communicators alive, and this goes with the group.
         self.backend = None if self.box is None else transport.direct(call.group, call.device)
         return self

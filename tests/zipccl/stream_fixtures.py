@@ -48,7 +48,6 @@ def gpu(request, monkeypatch, library):
     if gpu.box is not None:
         for module in (capacity, repeats):
             monkeypatch.setattr(module, "CALM_AFTER", 1)
-        monkeypatch.setattr(repeats, "AGAIN_OVER_GROUPS", True)
     if gpu.sends:
         functions = nccl(gpu)
         monkeypatch.setattr(nccl_direct, "payload_functions", lambda: functions)

@@ -193,7 +193,7 @@ def _collectives(args, size: int = 64 << 20) -> dict[str, float]:
         config = ZipcclConfig(enabled=True, collectives="always", min_bytes=0, transport=transport)
         runtime = Runtime(config, {args.device: loader.resolve("best", args.device)})
         for op in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
-            native, _, ours = bench_collectives.measure(specs()[op], size, settings, runtime, False)
+            native, _, ours = bench_collectives.measure(specs()[op], size, settings, {"ours": runtime}, False)
             found |= {f"native {op}": native["time_us"], f"{who} {op}": ours["time_us"]}
         runtime.close()
     return found

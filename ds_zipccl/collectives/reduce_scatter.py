@@ -14,7 +14,7 @@ from ds_zipccl.collectives.parts import ranges
 from ds_zipccl.collectives.plans import Recipe, Rows, Transfer, exchange
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, register
 from ds_zipccl.collectives.transport import all_but, all_gather_bytes, all_to_all_bytes, native_reduce_scatter
-from ds_zipccl.collectives.views import as_rows, divisor, equal_numels, flat
+from ds_zipccl.collectives.views import PERIOD, as_rows, divisor, equal_numels, flat, repeated
 from ds_zipccl.kernels.rank_order import sum_in_order
 
 FIRST_SPILL = 1 / 32                  # gradients are mixtures of scales: this much room spares most first calls a resend
@@ -142,7 +142,8 @@ def summable(rank: int, world_size: int, numel: int, dtype: torch.dtype, device)
     """Integers so small that every order of summation is exact."""
     generator = torch.Generator("cpu").manual_seed(2000 + rank)
     limit = max(1, 128 // world_size)
-    return torch.randint(-limit, limit + 1, (numel,), generator=generator, device="cpu").to(dtype).to(device)
+    made = torch.randint(-limit, limit + 1, (min(numel, PERIOD),), generator=generator, device="cpu").to(dtype).to(device)
+    return repeated(made, numel)
 
 
 def _make_tensors(rank: int, world_size: int, row_numel: int, dtype: torch.dtype, device):

@@ -6,6 +6,8 @@ import torch.distributed as dist
 
 from ds_zipccl.collectives.registry import Call
 
+PERIOD = (1 << 22) - 3              # elements of test data, of which there may be more
+
 
 def is_dense(t: torch.Tensor) -> bool:
     """Contiguous, or in the channels-last order that NCCL sends as it lies in memory (gloo takes elements in their logical order)."""
@@ -74,7 +76,13 @@ def as_rows(tensors) -> torch.Tensor | None:
 def gaussians(seed: int, numel: int, dtype: torch.dtype, device) -> torch.Tensor:
     """Test data, the same on every device."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    return (torch.randn(numel, generator=generator, device="cpu") * 0.02).to(dtype).to(device)
+    return repeated((torch.randn(min(numel, PERIOD), generator=generator, device="cpu") * 0.02).to(dtype).to(device), numel)
+
+
+def repeated(data: torch.Tensor, numel: int) -> torch.Tensor:
+    """``numel`` elements, ``data`` again and again: a host that makes test data of 1 GiB takes seconds. No two rows, parts or blocks are
+    alike where ``data`` has PERIOD elements, a prime number."""
+    return data if data.numel() == numel else data.repeat(-(-numel // data.numel()))[:numel]
 
 
 def equal_numels(tensors, call: Call, numel: int) -> bool:

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.codec.codec import Codec
-from ds_zipccl.codec.format import OVERFLOW_BIT, STATUS_OFFSET
-from ds_zipccl.collectives import one_sided, switch
+from ds_zipccl.codec.format import DEFAULT_SPILL_PER_TILE, OVERFLOW_BIT, STATUS_OFFSET
+from ds_zipccl.collectives import one_sided, switch, symmetric_plan
 from ds_zipccl.collectives.transport import all_gather_bytes
 from ds_zipccl.kernels import loader
 from ds_zipccl.kernels.rank_order import sum_in_order
@@ -59,6 +59,9 @@ class StandIn:
         dist.all_to_all_single(rows, data, group=self.group)
         sum_in_order(rows.view(self.group.size(), -1), out)
         return self._done(out, data)
+
+    def plan(self, dtype, row_numel, same_for_all):
+        return symmetric_plan.plan(dtype, row_numel, self.group.size(), same_for_all, DEFAULT_SPILL_PER_TILE, 1 << 30, 1 << 16, 1 << 18)
 
     def arrange(self, kinds):
         return kinds if all(2 * g.numel <= self.room for g, _, _ in kinds) else None

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from ds_zipccl.cli.bench_collectives import IN_PLACE, median_interval, slower
 from ds_zipccl.cli.main import main
 from ds_zipccl.collectives.registry import specs
+from ds_zipccl.collectives.views import PERIOD, gaussians
 from tests.helpers import ranks
 from tests.zipccl import bench_cases
 
@@ -42,7 +44,8 @@ def test_every_collective_of_the_registry(tmp_path):
     file = tmp_path / "rows.json"
     assert main([*COMMAND, "--ranks", "2", "--transport", "symmetric_memory", "--json", str(file)]) == 0
     document = json.loads(file.read_text())
-    assert set(document) == {"meta", "settings", "rows", "slower", "switch", "switch_times"}
+    assert set(document) == {"meta", "settings", "rows", "slower", "left_out", "switch", "switch_times"}
+    assert set(document["switch"]) == set(document["switch_times"]) == {"always"} and document["left_out"] == []
     assert document["slower"] == slower(document["rows"])
     assert document["settings"]["transport"] == "symmetric_memory"
     assert {row["transport"] for row in document["rows"]} == {"process_group"}
@@ -81,19 +84,27 @@ def test_under_deepspeed(tmp_path):
 
 
 def test_wrong_elements_are_counted_and_times_divided():
-    """One flipped bit, one element never written, one result that is right: what ``count_wrong`` sees of each; times by another clock."""
-    cases = "case_count_wrong", "case_times_are_of_one_call"
+    """One flipped bit, one element never written, one result that is right: what ``count_wrong`` sees of each; times, and how many there
+    are, by another clock; rivals' results."""
+    cases = "case_count_wrong", "case_times_are_of_one_call", "case_turns_fit_into_their_time", "case_rivals_have_native_bits"
     assert ranks.outcomes(bench_cases.__name__, cases, 2) == dict.fromkeys(cases, ["ok", "ok"])
 
 
 @pytest.mark.parametrize("arguments, message", [
     ([], "at least 2 ranks"), (["--ranks", "1"], "at least 2 ranks"), (["--ranks", "2", "--op", "gather"], "all_reduce"),
     (["--ranks", "2", "-b", "2M", "-e", "1M"], "-b <= -e"), (["--ranks", "2", "-f", "1"], "-f >= 2"), (["--ranks", "2", "-b", "x"], "64K"),
-    (["--ranks", "2", "--calls", "1,0"], "--calls >= 1"), (["--ranks", "2", "--calls", "x"], "--calls >= 1")])
+    (["--ranks", "2", "--calls", "1,0"], "--calls >= 1"), (["--ranks", "2", "--calls", "x"], "--calls >= 1"),
+    (["--ranks", "2", "--choice", "adaptive,never"], "always, adaptive"), (["--ranks", "2", "--rivals", "sum,copy"], "sum, raw, frames")])
 def test_refusals(arguments, message, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     assert main(["bench", "collectives", "--device", "cpu", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_large_inputs_are_repeated_and_no_row_is_like_another():
+    data = gaussians(1, 1 << 23, torch.bfloat16, "cpu")
+    assert torch.equal(data[:1 << 22][:PERIOD], data[PERIOD:2 * PERIOD]) and data.is_contiguous() and data.numel() == 1 << 23
+    assert all((data[:n] == data[n:2 * n]).float().mean() < 0.1 for n in (1 << 22, 1 << 21, 1024))
 
 
 def test_interval_of_the_median():
@@ -110,6 +121,26 @@ def test_a_row_is_slower_where_its_whole_interval_says_so():
     rows = [row("native", 0.5, 0.5), row("native again", 0.96, 0.98), row("ours", 0.9, 0.969), row("ours", 0.96, 0.97),
             row("ours", 0.98, 1.1)]
     assert slower(rows) == {"native again": {"rows": 1, "intervals": 0, "medians": 1}, "ours": {"rows": 3, "intervals": 1, "medians": 2}}
+
+
+def test_both_choices_and_a_rival_within_their_time(tmp_path):
+    """In one run, with fewer turns than asked for and without the bursts, which take too long; as JSON and as a table."""
+    file, table = tmp_path / "rows.json", tmp_path / "table.md"
+    assert main([*COMMAND, "--ranks", "2", "--op", "reduce_scatter_tensor,all_gather_into_tensor", "--place", "out", "--choice",
+                 "adaptive,always", "--rivals", "sum,raw,frames", "--iters", "40", "--seconds", "1e-6", "--calls", "1,9", "--json",
+                 str(file), "--markdown", str(table)]) == 0
+    document = json.loads(file.read_text())
+    ours, rows = ["ours, adaptive", "ours, always"], document["rows"]
+    assert set(document["slower"]) == {"native again", *ours} and set(document["switch"]) == {"adaptive", "always"}
+    for op, paths in (("reduce_scatter_tensor", [*ours, "all-to-all + sum"]), ("all_gather_into_tensor", ours)):
+        assert [row["impl"] for row in rows if row["op"] == op] == ["native", "native again", *paths] * 2
+    assert all(row["turns"] == 5 and row["calls"] == 1 and row["wrong"] == 0 and not row["in_place"] for row in rows)
+    assert all(row["decision"] == "zipped" for row in rows if row["impl"] == "ours, always")
+    lines = [line for line in table.read_text().splitlines() if line.startswith("| ")]
+    assert len(lines) == 1 + 2 * 2 and "| reduce_scatter_tensor | 128 KiB | out | 1 | 5 |" in "".join(lines)
+    assert main([*COMMAND, "--ranks", "2", "--op", "broadcast", "--limit", "0", "--json", str(file)]) == 0
+    document = json.loads(file.read_text())
+    assert document["rows"] == [] and document["left_out"] == ["broadcast of 64 KiB", "broadcast of 128 KiB"]
 
 
 def test_calls_back_to_back(tmp_path):

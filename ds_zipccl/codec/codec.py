@@ -4,6 +4,7 @@ Two levels. ``Codec`` works on rows of equal size with a layout both sides know 
 allocation of its own, nothing waits for the device). ``compress``/``decompress`` make self-describing frames of any
 tensor (files, benchmarks) and choose capacity and raw mode by themselves; they read the status on the host.
 """
+import contextlib
 import zlib
 from dataclasses import dataclass, replace
 
@@ -87,6 +88,15 @@ class Codec:
         check = getattr(ops.kernel_set(self.kernels), "raise_on_error", None)
         if check is not None:
             check(device)
+
+    @contextlib.contextmanager
+    def raising(self, device: torch.device):
+        """Frames decoded inside raise FrameError if they were corrupt, at the latest at the end. What kernels noted before is forgotten: it
+        is of calls that nobody asked about, which may have decoded, early, what had overflowed."""
+        with contextlib.suppress(FrameError):
+            self.raise_on_error(device)
+        yield
+        self.raise_on_error(device)
 
 
 def split_status(word: int) -> tuple[bool, int]:
@@ -276,8 +286,8 @@ def _decompress_plain(frame: torch.Tensor, head: bytes, header: fmt.Header, flat
     codec = _codec_of(header, flat, kernels)
     frame = _whole(frame, codec.frame_bytes if codec else fmt.raw_frame_bytes(flat.nbytes), header)
     if codec:
-        codec.expecting(head).decode(frame.view(1, -1), flat.view(1, -1))
-        codec.raise_on_error(flat.device)
+        with codec.raising(flat.device):
+            codec.expecting(head).decode(frame.view(1, -1), flat.view(1, -1))
     else:
         flat.view(torch.uint8).copy_(frame[fmt.HEADER_BYTES:fmt.HEADER_BYTES + flat.nbytes])
 

@@ -47,13 +47,13 @@ class SealedCodec(_Checking):
 
     def decode(self, frames: torch.Tensor, rows: torch.Tensor, skip: int = -1) -> None:
         self._unseal(frames, skip)
-        super().decode(frames, rows, skip)
-        self.raise_on_error(rows.device)
+        with self.raising(rows.device):
+            super().decode(frames, rows, skip)
 
     def decode_reduce(self, frames: torch.Tensor, own: torch.Tensor, own_index: int, out: torch.Tensor) -> None:
         self._unseal(frames, own_index)
-        super().decode_reduce(frames, own, own_index, out)
-        self.raise_on_error(out.device)
+        with self.raising(out.device):
+            super().decode_reduce(frames, own, own_index, out)
 
 
 class ProvenCodec(_Checking):
@@ -64,8 +64,8 @@ class ProvenCodec(_Checking):
         if int(status) & 1 << 16:
             return                                   # overflowed: the data goes another way
         again = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        super().decode(frames, again, skip)
-        self.raise_on_error(rows.device)
+        with self.raising(rows.device):
+            super().decode(frames, again, skip)
         for row in _rows(rows.shape[0], skip):
             sent, back = (t[row].contiguous().view(torch.uint8) for t in (rows, again))
             if not torch.equal(sent, back):

@@ -11,8 +11,9 @@ import torch
 from ds_zipccl.codec import format as fmt
 from ds_zipccl.codec.codec import Codec, compress, decompress
 from ds_zipccl.codec.dtypes import BY_TORCH
+from ds_zipccl.codec.integrity import ProvenCodec, SealedCodec
 from ds_zipccl.errors import FrameError
-from ds_zipccl.kernels import ops
+from ds_zipccl.kernels import loader, ops
 from tests.helpers.bits import as_ints
 from tests.zipccl.codec_cases import BF16, FORMATS, Guarded, data, header_of, zip_frame
 
@@ -169,3 +170,49 @@ def test_the_round_trip_setting_notices_a_broken_encoder(monkeypatch):
         compress(x, integrity="roundtrip")
     with pytest.raises(ValueError, match="md5.*off or checksum or roundtrip"):
         compress(x, integrity="md5")
+
+
+class _Noting:
+    """Kernels that note corrupt frames, as those of a GPU do, and raise when asked."""
+
+    def __init__(self, noted):
+        self.reference, self.noted = ops.kernel_set("reference"), noted
+
+    def __getattr__(self, name):
+        return getattr(self.reference, name)
+
+    def decode(self, *args):
+        try:
+            self.reference.decode(*args)
+        except FrameError as error:
+            self.noted.append(error)
+
+    def raise_on_error(self, device):
+        noted, self.noted[:] = list(self.noted), []
+        if noted:
+            raise noted[0]
+
+
+def test_what_others_decoded_is_not_held_against_a_frame(monkeypatch):
+    """C11: a call that overflowed is decoded early, and its kernels note what they find; who asks about a frame is told of that one."""
+    noted, x = [], data("gaussian", BF16, 3000)
+    monkeypatch.setitem(ops._SETS, "noting", _Noting(noted))
+    monkeypatch.setattr(loader, "resolve", lambda kernels, *_: kernels)
+    geometry = Codec.of(BF16, x.numel(), "cpu", kernels="reference").geometry
+    for checking in (SealedCodec, ProvenCodec):
+        codec, status, out = checking(geometry, "noting"), torch.zeros(1, dtype=torch.int32), torch.empty_like(x)
+        noted.append(FrameError("of another call"))
+        frames = codec.empty_frames(1, "cpu")
+        codec.encode(x.view(1, -1), frames, status)
+        noted.append(FrameError("of another call"))
+        codec.decode(frames, out.view(1, -1))
+        codec.raise_on_error("cpu") if checking is SealedCodec else noted.clear()
+        assert torch.equal(as_ints(out), as_ints(x))
+    for integrity in ("off", "checksum"):
+        noted.append(FrameError("of another call"))
+        decompress(compress(x, kernels="reference", integrity=integrity), out.zero_(), kernels="noting")
+        assert torch.equal(as_ints(out), as_ints(x))
+    noted.append(FrameError("of another call"))
+    bad = patched(compress(x, kernels="reference"), BLOCK_HEAD + 1, b"\xff")
+    with pytest.raises(FrameError, match="window"):                    # its own fault is told
+        decompress(bad, out, kernels="noting")

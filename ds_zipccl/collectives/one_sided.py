@@ -167,6 +167,10 @@ class Router:
         """Why an eligible call cannot go there, whatever its group."""
         return reason_against(self._config, self._kernels.get(call.device.type), spec, call)
 
+    def is_choice(self, spec: CollectiveSpec, call: Call) -> bool:
+        """Whether the switch has to choose even for an eligible call that must be zipped."""
+        return self.is_measured and self.reason_against(spec, call) is None
+
     def run(self, spec: CollectiveSpec, call: Call, state) -> dist.Work | None:
         """Launches an eligible call and counts it; None, counted with the reason: it goes over its process group. ``state``: the group's;
         all ranks come here with the same calls in the same order."""

@@ -47,9 +47,9 @@ class Repeat:
         self.capacity = self.name = self.box = self.backend = self.one_sided = self.choice = None
         self.num_changes = -1                                           # of the switch's mind, when ``choice`` was found to hold
 
-    def over_group(self, call: Call, flight: Flight) -> "Repeat":
+    def over_group(self, call: Call, flight: Flight, one_way: bool = True) -> "Repeat":
         kind, launch = self.kind, self.kind.launch
-        self.always, self.pairwise = launch.trial or launch.choice == "always", kind.spec.pairwise
+        self.always, self.pairwise = launch.trial or launch.choice == "always" and one_way, kind.spec.pairwise
         self.flight_key, (_, self.stream, _) = flight.key, flight.key
         if not (flight.two_phases or self.pairwise or launch.trial):
             (self.room,) = flight.key[2]
@@ -218,10 +218,10 @@ class Repeats:
             flight.needs = capacity.launched(),
         return kind, flight
 
-    def remember(self, call: Call, kind: Kind, flight: Flight, states: dict) -> None:
-        """After such a call was launched. ``states``: of the call's group, by device type."""
+    def remember(self, call: Call, kind: Kind, flight: Flight, states: dict, is_choice: bool = False) -> None:
+        """After such a call was launched. ``states``: of the call's group, by device type. ``is_choice``: between ways, however zipped."""
         if _may_be_known(call, kind) and flight.key is not None:
-            self._keep(call, kind, kind.state, states).over_group(call, flight)
+            self._keep(call, kind, kind.state, states).over_group(call, flight, not is_choice)
 
     def remember_one_sided(self, call: Call, kind: Kind, states: dict, router, stats) -> None:
         """The same of a call over symmetric memory. ``router``: one_sided.Router."""

@@ -113,8 +113,8 @@ class Runtime:
             started = self._start(spec, inner, state, call.outputs, store, kind=kind)
             if not isinstance(started, str):
                 work, flight = started
-                if inner is call and kind is not None and not (self._one_sided.wanted or self._one_sided.is_measured):
-                    self.repeats.remember(call, kind, flight, self._groups[call.group.group_name])
+                if inner is call and kind is not None and not self._one_sided.wanted:
+                    self.repeats.remember(call, kind, flight, self._groups[call.group.group_name], self._one_sided.is_choice(spec, call))
                 return self._counted(flight, work)
             reason = started
         self.before_native(call.group, call.device)
@@ -282,15 +282,15 @@ class Runtime:
         """None: zipped; ONE_SIDED: the same over symmetric memory. Else the reason for native."""
         if kind is not None and kind.choice is not None and kind.choice.holds(self.config.reprobe_calls):
             return ONE_SIDED if kind.choice.way == ONE_SIDED else None
-        choice, router = getattr(self.config.collectives, spec.family), self._one_sided if self._one_sided.is_measured else None
-        if choice == "always" and (router is None or router.reason_against(spec, call) is not None):
+        choice, router = getattr(self.config.collectives, spec.family), self._one_sided
+        if choice == "always" and not router.is_choice(spec, call):
             return None
         if choice != "always" and spec.reduces and call.world_size > 2 and self.config.deterministic_reduce:
             return "deterministic_reduce"
         kinds: dict[int, tuple] = {}
         run_zipped = functools.partial(self._run_to_end, spec, state=state, kinds=kinds)
         choose = switch.choose_for_pairs if spec.pairwise else switch.choose
-        way = choose(spec, call, run_zipped, state, self.config, router)
+        way = choose(spec, call, run_zipped, state, self.config, router if router.is_measured else None)
         if kinds:
             self.workspace.drop(lambda flight: flight.launch.trial)
         if kind is not None:

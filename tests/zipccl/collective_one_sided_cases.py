@@ -1,5 +1,7 @@
 """Cases run on every rank by test_collectives.py: ``transport: symmetric_memory``. One-sided on GPUs of one host; on CPUs the same calls go
 over the process group, counted with the reason. ``transport: adaptive``: with times that are made up; without GPUs over a stand-in."""
+import random
+
 import torch
 import torch.distributed as dist
 
@@ -8,6 +10,7 @@ from ds_zipccl.collectives.registry import Call
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits
 from tests.zipccl.collective_helpers import A2A, AG, RS, begin, gathered, rank_order_sum
 from tests.zipccl.collective_helpers import runtime as plain_runtime
+from tests.zipccl.collective_repeat_cases import forget_something, repeats_as_on_a_gpu
 from tests.zipccl.one_sided_stand_in import LARGE, MIDDLE, ONE_SIDED, SLOW, SMALL, adaptive, stand_ins
 
 BF16 = torch.bfloat16
@@ -239,6 +242,29 @@ def case_what_must_be_zipped_goes_the_faster_way(rank, world):
     if not ONE_SIDED:
         with adaptive(lambda size, _: 1 / 0, why_not="hosts", collectives="always") as live:
             assert ways_taken(live, AG, rank, world, [SMALL, LARGE]) == ["zipped"] * 2
+
+
+def case_what_stays_with_the_group_is_repeated(rank, world):
+    """As where there is one way alone: launched like the call before, counted, until something else is measured; by ranks that forget at
+    different times too."""
+    zipped, away, native = (100, 50, 90), (100, 90, 50), (10, 50, 50)
+    own = random.Random(rank)
+    for choice, order in (("always", (zipped, away, zipped)), ("adaptive", (zipped, away, zipped, native, zipped))):
+        with (adaptive(lambda size, num_measured, order=order: order[num_measured], collectives=choice, reprobe_calls=8) as live,
+              repeats_as_on_a_gpu(live) as hits):
+            for turn, times in enumerate(order):
+                begun = len(hits)
+                for i in range(8 if turn else 7):
+                    call, result = exchange(AG, rank, world, MIDDLE // 2 // world, 10 * i)
+                    begin(live, call)[0].wait()
+                    assert_same_bits(call.output, result, (choice, turn, i))
+                    if rank and own.random() < 0.2:
+                        forget_something(live, own)
+                is_zipped, num_hits = times is zipped, len(hits) - begun
+                assert num_hits >= 5 * (rank == 0) if is_zipped else num_hits == 0, (choice, turn, num_hits)
+            row = live.stats.snapshot()[AG]
+            assert (row["calls_one_sided"], row["calls_zipped"] + row["calls_native"]) == (8, 8 * len(order) - 1), row
+            assert row["calls_native"] == (8 if native in order else 0)
 
 
 def case_timing_chooses_no_arithmetic(rank, world):

@@ -7,6 +7,7 @@ finite, one that comes a second time) the step takes the old residuals as if not
 """
 import bisect
 import contextlib
+import weakref
 
 import torch
 
@@ -33,7 +34,7 @@ class Ahead:
 
     def __init__(self, flow):
         rank, layouts, device = flow.transport.rank, flow.layout.flats, flow._device
-        self._flow = flow
+        self._flow = weakref.proxy(flow)                # which has this: its memory is to go with its last name
         self._others = [piece for piece in flow._partitions if piece[0].owner != rank]
         self._own = flow._partitions[len(self._others):]
         self._order = list(reversed(range(len(self._others))))      # in which gradients were complete the last time

@@ -2,6 +2,7 @@
 import bisect
 import itertools
 import random
+import weakref
 from unittest import mock
 
 import pytest
@@ -261,3 +262,12 @@ def joined_copies(tensors):
 def small_bytes(flow) -> int:
     """Tables by age, the decay's as doubles twice, and a page."""
     return sum(20 * len(flat.decay) + 16 * (flat.max_age + 1) for flat in flow.flats) + 4096
+
+
+def test_a_flow_goes_with_its_last_name():
+    """What it holds too: nothing in it waits for Python's collector of cycles. (Found by this: the pass ahead knew its flow.)"""
+    flow = Problem(2, offload={"ahead": True}, kernels="best").flow(Echo(2))
+    assert flow._ahead is not None
+    gone = weakref.ref(flow)
+    del flow
+    assert gone() is None

@@ -3,8 +3,8 @@
     python benchmarks/scaling.py --out benchmarks/results/scaling          # writes scaling.json and scaling.png there
 
 Two commands of ``ds_zipccl bench`` for each number of ranks and transport, which verify their results in the same run; one that fails or
-does not end in time is kept as a row with its reason. --dry-run: everything in small, less than a minute on 2 GPUs, to see that it would
-run. --device cpu does that over gloo.
+does not end in time is kept as a row with its reason, as is one that no time was left for (--seconds). --dry-run: everything in small and
+beside each other, less than a minute on 2 GPUs, to see that it would run. --device cpu does that over gloo.
 """
 import argparse
 import json
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -35,7 +36,8 @@ def parse(argv=None):
     parser.add_argument("--runs3", default="native,zipped,zipped_sums,again", help="ZeRO-3 runs of bench step")
     parser.add_argument("--runs1", default="adams,adams_again,scape90,scape99", help="ZeRO-1 runs of bench step")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--limit", type=int, default=150, help="seconds a command (default 150)")
+    parser.add_argument("--limit", type=int, default=120, help="seconds a command (default 120)")
+    parser.add_argument("--seconds", type=int, default=560, help="for everything: what would begin later is left out (default 560)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="measure nothing: plot the rows of this scaling.json, into --out")
     parser.add_argument("--dry-run", action="store_true", help="small sizes, a tiny model, one round")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -53,7 +55,7 @@ def commands(args, ranks: int):
     small = ["--min-bytes", "0", "--bucket-size", "50000", "--steps", "1", "--warmup", "2"] if args.model == "tiny" else []
     cells = [f"{args.model}/{stage}/{args.tokens}/{runs}" for stage, runs in ((3, args.runs3), (1, args.runs1))]
     yield "step", ["bench", "step", *common, "--cells", *cells, "--seq-len", str(min(2048, int(args.tokens))),
-                   "--rounds", str(args.rounds), *small]
+                   "--rounds", str(args.rounds), "--seconds", str(max(10, args.limit - 40)), *small]
 
 
 def measure(kind: str, arguments: list[str], environment: dict[str, str], limit: int) -> list[dict]:
@@ -62,10 +64,12 @@ def measure(kind: str, arguments: list[str], environment: dict[str, str], limit:
         path = Path(folder) / "rows.json"
         command = [sys.executable, "-m", "ds_zipccl.cli.main", *arguments, "--json", str(path)]
         try:
+            if limit < 1:
+                raise subprocess.TimeoutExpired(command, limit)
             done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=limit)
             reason = "" if done.returncode == 0 else f"status {done.returncode}: {done.stderr[-500:]}"
         except subprocess.TimeoutExpired:
-            reason = f"not done after {limit} s"
+            reason = f"not done after {limit} s" if limit > 0 else "left out: the time was over"
         rows = json.loads(path.read_text())["rows"] if path.exists() else []
     if reason:
         rows.append({"op": kind, "error": reason, "command": "ds_zipccl " + " ".join(arguments)})
@@ -78,21 +82,26 @@ def main(argv=None) -> int:
     if args.plot:
         plot(json.loads(args.plot.read_text())["rows"], args.out / "scaling.png")
         return 0
-    rows = []
+    jobs, rows, end = [], [], time.monotonic() + args.seconds
     for ranks in map(int, args.ranks.split(",")):
         if args.device == "cuda" and ranks > torch.cuda.device_count():
             print(f"{ranks} ranks: left out, there are {torch.cuda.device_count()} GPUs", flush=True)
             continue
-        for transport in args.transports.split(","):
-            for kind, arguments in commands(args, ranks):
-                start = time.monotonic()
-                found = measure(kind, arguments, TRANSPORTS[transport], args.limit)
-                rows += [row | {"transport": transport, "ranks": ranks} for row in found]
-                for row in found:
-                    if "error" in row or row.get("impl") == "ours" or row["op"] == "step" and row["speedup"]:
-                        print(f"{ranks} {transport} {line(row)}", flush=True)
-                print(f"   {time.monotonic() - start:.0f} s", flush=True)
-                write_json(args.out / "scaling.json", {"rows": rows}, command="python benchmarks/scaling.py " + " ".join(sys.argv[1:]))
+        jobs += [(ranks, transport, *command) for transport in args.transports.split(",") for command in commands(args, ranks)]
+
+    def do(job) -> tuple[list[dict], float]:
+        _, transport, kind, arguments = job
+        start = time.monotonic()
+        return measure(kind, arguments, TRANSPORTS[transport], min(args.limit, int(end - start))), time.monotonic() - start
+
+    with ThreadPoolExecutor(len(jobs) or 1 if args.dry_run else 1) as pool:
+        for (ranks, transport, *_), (found, seconds) in zip(jobs, pool.map(do, jobs), strict=True):
+            rows += [row | {"transport": transport, "ranks": ranks} for row in found]
+            for row in found:
+                if "error" in row or row.get("impl") == "ours" or row["op"] == "step" and row["speedup"]:
+                    print(f"{ranks} {transport} {line(row)}", flush=True)
+            print(f"   {seconds:.0f} s", flush=True)
+            write_json(args.out / "scaling.json", {"rows": rows}, command="python benchmarks/scaling.py " + " ".join(sys.argv[1:]))
     plot(rows, args.out / "scaling.png")
     return 1 if any("error" in row or row.get("wrong") for row in rows) else 0
 

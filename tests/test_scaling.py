@@ -11,7 +11,8 @@ def test_a_command_that_fails_is_a_row_with_its_reason():
 
 
 def test_a_command_that_does_not_end_is_a_row_with_its_reason():
-    assert "not done after" in scaling.measure("step", ["report"], {}, 0)[0]["error"]
+    assert "not done after" in scaling.measure("step", ["report"], {}, 1)[0]["error"]
+    assert "left out" in scaling.measure("step", ["report"], {}, 0)[0]["error"]
 
 
 def test_plan_and_plot(tmp_path, monkeypatch):

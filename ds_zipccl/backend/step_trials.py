@@ -92,9 +92,11 @@ class StepTrials:
         self._plan, self._last_end, self._zipped_before = self._plan_steps(), math.nan, 0
         self._runtime: weakref.ref | None = None
         self._told = 0
+        self.warm_up = WARM_UP                          # may be changed before the first step
         self.nothing_zipped = 0                         # so often
         self.counts: Counter = Counter()                # trials that ended, by what was chosen
         self.gauges: dict[str, float | str | None] = {"choice": None}         # of the last one; ms a step, the slowest rank's
+        self.times: dict[str, list[float]] = {}                               # of the last one: this rank's seconds, in order
 
     @property
     def has_answer(self) -> bool:
@@ -118,7 +120,7 @@ class StepTrials:
 
     def _plan_steps(self):
         """Goes on by one step at each ``next``."""
-        yield from self._pass(WARM_UP)
+        yield from self._pass(self.warm_up)
         pause, choice = 1, ZIPPED
         while True:
             while choice == ZIPPED and not (yield from self._anyone_zips()):
@@ -167,6 +169,7 @@ class StepTrials:
             log.info("steps take %.2f ms with zipped calls and %.2f ms natively: %s", zipped * 1e3, native * 1e3,
                      "calls are zipped where that is faster" if choice == ZIPPED else "all calls go native (steps_are_not_faster)")
         self.counts[choice] += 1
+        self.times = times
         self.gauges = {"choice": choice, "zipped_ms": round(zipped * 1e3, 3), "native_ms": round(native * 1e3, 3)}
         return choice
 

@@ -42,10 +42,10 @@ def add_arguments(parser) -> None:
     parser.add_argument("--stages", metavar="LIST", default="2,3", help="ZeRO stages, of 1, 2, 3 (default 2,3)")
     parser.add_argument("--tokens", metavar="LIST", default="2048", help="per GPU and step; multiples of --seq-len (default 2048)")
     parser.add_argument("--runs", metavar="LIST", default=DEFAULT_RUNS, help=f"of {', '.join(RUNS)} (default {DEFAULT_RUNS})")
-    parser.add_argument("--cells", metavar="MODEL/STAGE/TOKENS/RUNS ...", nargs="+",
+    parser.add_argument("--cells", metavar="MODEL/STAGE/TOKENS/RUNS[/ROUNDS] ...", nargs="+",
                         help="in place of these four: combinations in this order, such as 350m/3/2048,8192/native,zipped")
-    parser.add_argument("--transports", metavar="LIST", default="as_is",
-                        help=f"of {', '.join(TRANSPORTS)} (default as_is); others than as_is need --ranks")
+    parser.add_argument("--transports", metavar="LIST", default="as_is", help=f"of {', '.join(TRANSPORTS)} (default as_is); others than "
+                        "as_is need --ranks, or a launcher whose environment has their settings")
     parser.add_argument("--choice", choices=("adaptive", "always"), default="adaptive", help="of the zipped runs' collectives")
     parser.add_argument("--min-bytes", type=int, default=1 << 20, help="of the zipped runs' configuration (default 1048576)")
     parser.add_argument("--bucket-size", type=int, default=50_000_000, help="DeepSpeed's reduce_bucket_size, elements (default 5e7)")
@@ -53,8 +53,10 @@ def add_arguments(parser) -> None:
     parser.add_argument("--rounds", type=int, default=8, help="of all runs (default 8)")
     parser.add_argument("--steps", type=int, default=3, help="measured steps a run and round, in a row (default 3)")
     parser.add_argument("--skip", type=int, default=1, help="steps before them, which are not measured (default 1)")
-    parser.add_argument("--warmup", type=int, default=4, help="first steps of each run, probes included; losses are compared (default 4)")
-    parser.add_argument("--seconds", type=float, default=None, help="begin no further combination after so many")
+    parser.add_argument("--warmup", type=int, default=4,
+                        help="first steps of each run, probes included, at least 2; losses are compared (default 4)")
+    parser.add_argument("--seconds", type=float, default=None, help="when so many are over, begin nothing more that "
+                        "can be left out: rounds after the second, traces, runs, combinations; what was left out is said")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ranks", type=int, default=None, metavar="N", help="spawn N ranks here instead of using a launcher")
     parser.add_argument("--json", metavar="FILE", help="also write the rows here, again after every combination")
@@ -75,9 +77,10 @@ def _cells(args) -> list[Cell]:
     texts = [text.split("/") for text in args.cells or [f"{args.models}/{args.stages}/{args.tokens}/{args.runs}"]]
     found = []
     for text in texts:
-        if len(text) != 4:
-            raise ZipScapeError(describe("--cells", got="/".join(text), expected="MODEL/STAGE/TOKENS/RUNS"))
-        models, stages, all_tokens, runs = text
+        if len(text) not in (4, 5) or not "".join(text[4:] or "1").isdigit():
+            raise ZipScapeError(describe("--cells", got="/".join(text), expected="MODEL/STAGE/TOKENS/RUNS[/ROUNDS]"))
+        models, stages, all_tokens, runs = text[:4]
+        rounds = int(text[4]) if len(text) == 5 else None
         runs = _list(runs, "runs", RUNS)
         for name in runs:
             if RUNS[name].rival not in (None, *runs[:runs.index(name)]):
@@ -86,7 +89,7 @@ def _cells(args) -> list[Cell]:
         for tokens in all_tokens.split(","):
             if not tokens.isdigit() or int(tokens) < 1 or int(tokens) % args.seq_len:
                 raise ZipScapeError(describe("--tokens", got=tokens, expected=f"multiples of --seq-len ({args.seq_len})"))
-        found += [Cell(model, int(stage), int(tokens), tuple(runs)) for model, stage, tokens in itertools.product(
+        found += [Cell(model, int(stage), int(tokens), tuple(runs), rounds) for model, stage, tokens in itertools.product(
             _list(models, "models", step_model.SIZES), _list(stages, "stages", ("1", "2", "3")), all_tokens.split(","))]
     return found
 
@@ -94,10 +97,11 @@ def _cells(args) -> list[Cell]:
 def _check(args) -> None:
     _cells(args)
     transports = _list(args.transports, "transports", TRANSPORTS)
-    if min(args.steps, args.rounds, args.warmup) < 1 or args.skip < 0:
-        raise ZipScapeError(describe("--steps, --rounds, --warmup and --skip", expected=">= 1, >= 1, >= 1, >= 0",
+    if min(args.steps, args.rounds, args.warmup - 1) < 1 or args.skip < 0:
+        raise ZipScapeError(describe("--steps, --rounds, --warmup and --skip", expected=">= 1, >= 1, >= 2, >= 0",
                                      got=f"{args.steps}, {args.rounds}, {args.warmup}, {args.skip}"))
-    if transports != ["as_is"] and (ranks.launched() or args.device == "cpu"):
+    are_set = len(transports) == 1 and TRANSPORTS[transports[0]].items() <= os.environ.items()
+    if transports != ["as_is"] and (args.device == "cpu" or ranks.launched() and not are_set):
         raise ZipScapeError(describe("--transports are settings of NCCL's, made before the ranks start", got=args.transports,
                                      expected="--ranks N on GPUs, or as_is", todo="or set them in the launcher's environment"))
 
@@ -122,7 +126,8 @@ def _merge(args, command: str) -> int:
     files = [json.loads(Path(path).read_text()) for path in args.merge]
     rows = [row for file in files for row in file["rows"]]
     if args.json:
-        merged = {"meta": files[0]["meta"], "commands": [file["meta"]["command"] for file in files], "rows": rows}
+        merged = {"meta": files[0]["meta"], "commands": [file["meta"]["command"] for file in files], "rows": rows,
+                  "left_out": [text for file in files for text in file.get("left_out", [])]}
         Path(args.json).write_text(json.dumps(merged, indent=1) + "\n")
     if args.markdown:
         step_rows.write_markdown(args.markdown, rows, files[0]["meta"])
@@ -144,16 +149,21 @@ def _environment(values: dict[str, str]):
 def _bench(args, transport: str, rows_path: str, rows_before: list[dict], command: str) -> int:
     """All combinations over one transport in this rank. Rank 0 says each row as it comes and keeps it in ``rows_path``."""
     step_run.prepare(args.device)
-    from ds_zipccl.cli.step_compare import Comparison  # imports DeepSpeed
+    from ds_zipccl.cli.step_compare import Comparison, Deadline  # imports DeepSpeed
 
-    first, rows, status, start, left_out = dist.get_rank() == 0, [], 0, time.monotonic(), 0
-    alone = _collectives(args)
-    comparison = Comparison(args, alone)
+    first, rows, status, start, left_out = dist.get_rank() == 0, [], 0, time.monotonic(), []
+    deadline, alone = Deadline(args.seconds, args.device), _collectives(args)
+    comparison = Comparison(args, alone, deadline)
+
+    def save() -> None:
+        if first and args.json:
+            found = {"rows": rows_before + rows, "collectives_alone_us": alone, "left_out": left_out}
+            write_json(args.json, found, command=command)
+
     for cell in _cells(args):
-        late = torch.tensor([int(args.seconds is not None and time.monotonic() - start > args.seconds)], device=args.device)
-        dist.all_reduce(late, op=dist.ReduceOp.MAX)
-        if late.item():
-            left_out += 1
+        if deadline.is_over():
+            left_out.append(f"{transport} {cell}")
+            save()
             continue
         for row in comparison.rows(cell):
             row["transport"] = transport
@@ -166,13 +176,14 @@ def _bench(args, transport: str, rows_path: str, rows_before: list[dict], comman
                 print(f"{time.monotonic() - start:.0f} s  {step_rows.line(row)}", flush=True)
                 with open(rows_path, "a") as file:
                     file.write(json.dumps(row) + "\n")
-                if args.json:
-                    write_json(args.json, {"rows": rows_before + rows, "collectives_alone_us": alone}, command=command)
-                if args.markdown:
-                    step_rows.write_markdown(args.markdown, rows_before + rows, describe_machine(command))
+        if comparison.left_out:
+            left_out.append(f"{transport} {cell}: {', '.join(comparison.left_out)}")
+        save()
+        if first and args.markdown:
+            step_rows.write_markdown(args.markdown, rows_before + rows, describe_machine(command))
     comparison.close()
     if first and left_out:
-        print(f"{left_out} combinations left out: their time was over", flush=True)
+        print("left out: " + "; ".join(left_out), flush=True)
     if status and first:
         print("ds_zipccl: losses differ where equal ones are promised", file=sys.stderr)
     return status

@@ -1,17 +1,35 @@
 """Measures the runs of one combination after another: those that share an engine by switching its collectives, others on engines side by
 side."""
 import functools
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
+from ds_zipccl.backend import step_trials
 from ds_zipccl.cli import step_rows
-from ds_zipccl.cli.step_run import PARTS, Found, Training, per_step
+from ds_zipccl.cli.step_run import Found, Training, new_host_ms, per_step, slowest
 from ds_zipccl.cli.step_runs import RUNS, SILENT, Cell, Run
 from ds_zipccl.cli.step_switch import Snapshot, Way
 
-NUM_COUNTED = 2         # steps whose calls and bytes are counted
+MIN_ROUNDS = 2          # are made even when the time is over
+CHECK_STEPS = 3 * step_trials.BLOCK_STEPS       # of a trial, from one look at the clock to the next
+UNCOUNTED = 2           # such a look waits for the GPU: before the first step of a block, which does not count, this one after the warm-up
+
+
+class Deadline:
+    """When to begin nothing more. ``seconds`` None: never. All ranks ask at the same points, and get the slowest rank's answer."""
+
+    def __init__(self, seconds: float | None, device: str):
+        self._end, self._device = None if seconds is None else time.monotonic() + seconds, device
+
+    def is_over(self) -> bool:
+        if self._end is None:
+            return False
+        word = torch.tensor([int(time.monotonic() > self._end)], device=self._device)
+        dist.all_reduce(word, op=dist.ReduceOp.MAX)
+        return bool(word.item())
 
 
 class Engine:
@@ -19,7 +37,10 @@ class Engine:
 
     def __init__(self, run: Run, cell: Cell, args):
         self.training = Training(cell.model, cell.stage, run, args.seq_len, args.bucket_size, args.device)
-        self.steady_bytes: int | None = None
+        self.training.losses(1)                                 # what is made in a first step is there then
+        self.snapshot = Snapshot(self.training.engine) if run.optimizer["type"] == "AdamW" else None
+        self.steady_bytes = self.training.allocated()
+        self.sent_bytes: dict[str, int] = {}                    # natively, in a step
         self._ways: dict[str, Way] = {}
         self._args = args
 
@@ -27,7 +48,7 @@ class Engine:
         if name not in self._ways:
             section = RUNS[name].zipccl
             if isinstance(section, dict):
-                section = section | {"collectives": self._args.choice, "min_bytes": self._args.min_bytes}
+                section = {"collectives": self._args.choice, "min_bytes": self._args.min_bytes} | section
             self._ways[name] = Way(self.training.engine, section, self.training.device)
         return self._ways[name]
 
@@ -39,88 +60,134 @@ class Engine:
 
 
 class Comparison:
-    """Of all ranks together. Engines stay for the next combination of the same model and stage."""
+    """Of all ranks together. Engines stay for the next combination of the same model and stage, if it has runs on them."""
 
-    def __init__(self, args, alone: dict[str, float]):
-        self._args, self._alone, self._key = args, alone, None
+    def __init__(self, args, alone: dict[str, float], deadline: Deadline):
+        self._args, self._alone, self._deadline, self._key = args, alone, deadline, None
         self._engines: dict[str, Engine] = {}
+        self.left_out: list[str] = []               # of the last combination
 
     def close(self) -> None:
-        for engine in self._engines.values():
-            engine.close()
-        self._engines = {}
+        self._close_but(())
+
+    def _close_but(self, keys) -> None:
+        for key in [key for key in self._engines if key not in keys]:
+            self._engines.pop(key).close()
 
     def rows(self, cell: Cell) -> Iterator[dict]:
-        """Those of a rival first, then of all that is compared with it, engine by engine."""
-        if self._key != (cell.model, cell.stage):
-            self.close()
-            self._key = cell.model, cell.stage
-        names = cell.known_runs()
-        for rival in [name for name in names if RUNS[name].rival is None]:
-            partners = [name for name in names if RUNS[name].rival == rival]
-            key = RUNS[rival].engine_key
-            mine = [rival, *(name for name in partners if RUNS[name].engine_key == key)]
-            done: dict[str, Found] = {}
-            yield from self._together(cell, mine, done)
-            for other in dict.fromkeys(RUNS[name].engine_key for name in partners if RUNS[name].engine_key != key):
-                done[rival] = replace(done[rival], times_ms=[], host_ms={part: [] for part in PARTS})       # the rest of it still holds
-                yield from self._together(cell, [name for name in partners if RUNS[name].engine_key == other], done, rival)
-                self._engines.pop(other).close()
-            if len([name for name in names if RUNS[name].rival is None]) > 1:
-                self._engines.pop(key).close()
+        """One for each of the combination's runs that was timed. When the time is over it is not ended as planned, and ``left_out`` says
+        what of it there is not."""
+        names, done, self.left_out = cell.known_runs(), {}, []
+        keys = list(dict.fromkeys(RUNS[name].engine_key for name in names))
+        first = {RUNS[name].engine_key: name for name in reversed(names)}
+        self._close_but(keys if self._key == (cell.model, cell.stage) else ())
+        self._key = cell.model, cell.stage
+        for name in sorted(names, key=lambda name: keys.index(RUNS[name].engine_key)):
+            if done and self._deadline.is_over():
+                self.left_out.append(name)
+                continue
+            try:
+                engine = self._engine(name, cell)
+            except Exception as error:              # of all ranks alike: a lossy rival whose operations can't be built here
+                if RUNS[name].rival is None:
+                    raise
+                self.left_out.append(f"{name} ({type(error).__name__}: {error})")
+                continue
+            done[name] = self._alone_first(engine, name)
+        self._rounds(cell, done)
+        self._traces(done)
+        for name in done:
+            if done[name].times_ms:
+                yield step_rows.row(cell, name, done, first[RUNS[name].engine_key], self._alone,
+                                    self._engines[RUNS[name].engine_key].training.num_parameters)
+            else:
+                self.left_out.append(name)
 
-    def _together(self, cell: Cell, names: list[str], done: dict[str, Found], rival: str | None = None) -> Iterator[dict]:
-        """Rows of ``names``, which share an engine, from rounds of them; and of their rival, if that is on another engine and was looked at
-        before. ``done``: everything that was found on this cell."""
-        args, engine = self._args, self._engine(names[0], cell)
-        engine.training.micro_batch = cell.tokens // args.seq_len
-        engine.training.losses(2)                               # what is made in first steps is there then
-        snapshot = Snapshot(engine.training.engine) if RUNS[names[0]].optimizer["type"] == "AdamW" else None
-        if engine.steady_bytes is None:
-            engine.steady_bytes = engine.training.allocated()
-        for name in names:
-            done[name] = self._alone_first(engine, name, snapshot)
-            if RUNS[name].zipccl != SILENT:
-                done[name].sent_bytes = done[names[0]].sent_bytes or engine.training.sent_bytes()           # natively
-        in_turn = [name for name in (rival, *names) if name is not None]
-        for turn in range(args.rounds):
-            for name in reversed(in_turn) if turn % 2 else in_turn:
-                self._in_its_way(name, functools.partial(done[name].add_block, num_before=args.skip, num_steps=args.steps), snapshot)
-        for name in names:
-            if RUNS[name].zipccl != SILENT and not name.endswith("again"):
-                done[name].trace = self._in_its_way(name, Training.traced, snapshot)
-        for name in names:
-            yield step_rows.row(cell, name, done, names[0], self._alone, engine.training.num_parameters)
+    def _rounds(self, cell: Cell, done: dict[str, Found]) -> None:
+        """Times all runs in turn, but those that a trial has timed; who is left alone then is native, and timed by that trial too."""
+        args, names = self._args, [name for name in done if not done[name].trial]
+        tried = next((found.trial for found in done.values() if found.trial), None)
+        if len(names) == 1 and tried:
+            done[names[0]].take_trial(tried, "native")
+            return
+        for turn in range(cell.rounds or args.rounds):
+            if turn >= MIN_ROUNDS and self._deadline.is_over():
+                self.left_out.append(f"rounds after {turn}")
+                break
+            for name in reversed(names) if turn % 2 else names:
+                self._in_its_way(name, functools.partial(done[name].add_block, num_before=args.skip, num_steps=args.steps))
+
+    def _traces(self, done: dict[str, Found]) -> None:
+        for name, found in done.items():
+            if RUNS[name].zipccl == SILENT or name.endswith("again") or not found.times_ms:
+                continue
+            if self._deadline.is_over():
+                self.left_out.append(f"{name}'s trace")
+            else:
+                self._engines[RUNS[name].engine_key].way(name).release()        # also where native steps were kept
+                found.trace = self._in_its_way(name, Training.traced)
 
     def _engine(self, name: str, cell: Cell) -> Engine:
         key = RUNS[name].engine_key
         if key not in self._engines:
             self._engines[key] = Engine(RUNS[name], cell, self._args)
+        self._engines[key].training.micro_batch = cell.tokens // self._args.seq_len
         return self._engines[key]
 
-    def _alone_first(self, engine: Engine, name: str, snapshot: Snapshot | None) -> Found:
-        """The run's first steps, from where all of its engine begin, and what is measured once."""
-        training, is_silent, on_gpu = engine.training, RUNS[name].zipccl == SILENT, engine.training.device == "cuda"
+    def _alone_first(self, engine: Engine, name: str) -> Found:
+        """The run's first steps, from where all of its engine begin, and what is measured once; its trial, where it has one."""
+        training, snapshot, num_steps = engine.training, engine.snapshot, self._args.warmup
+        on_gpu, is_silent = training.device == "cuda", RUNS[name].zipccl == SILENT
         if snapshot is not None:
             snapshot.restore()
         before = training.allocated()
         way = engine.way(name)
         way.enter()
-        found = Found(training.losses(self._args.warmup), snapshot.prints() if snapshot is not None and not is_silent else [])
+        way.begin_trial(num_steps)
+        losses = training.losses(num_steps - 1)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        way.try_steps(lambda: training.step(training.tokens(0)))
         counted = way.runtime.stats.snapshot() if way.runtime else {}
-        training.losses(NUM_COUNTED)
+        losses += training.losses(1, first=num_steps - 1)
+        found = Found(losses)
         if way.runtime:
-            found.ops = per_step(counted, way.runtime.stats.snapshot(), NUM_COUNTED)
+            found.ops = per_step(counted, way.runtime.stats.snapshot(), 1)
         if on_gpu:
             others = before - (engine.steady_bytes - training.bytes_before)
             found.memory_bytes = torch.cuda.max_memory_allocated() - others
+        if snapshot is not None and not is_silent:
+            found.prints = snapshot.prints()
+        trial = self._trial(training, way)
+        if trial:
+            found.take_trial(trial, trial["choice"])
         way.leave()
+        if not is_silent:
+            engine.sent_bytes = engine.sent_bytes or training.sent_bytes()
+            found.sent_bytes = engine.sent_bytes
         return found
 
-    def _in_its_way(self, name: str, do: Callable[[Training], object], snapshot: Snapshot | None):
+    def _trial(self, training: Training, way: Way) -> dict | None:
+        """{"choice", "zipped_ms", "native_ms": every timed step, the slowest rank's; "zipped_host_ms", "native_host_ms"}, or None."""
+        host, tokens, count = {"zipped": new_host_ms(), "native": new_host_ms()}, training.tokens(0), 0
+        while way.is_trying():
+            count += 1
+            if count % CHECK_STEPS == UNCOUNTED and self._deadline.is_over():
+                way.give_up_trial()
+                return None
+            is_native = way.runtime.held is not None
+            training.host_ms = new_host_ms()
+            training.step(tokens)
+            for part, times in training.host_ms.items():
+                host["native" if is_native else "zipped"][part] += times
+        trials = way.trials
+        if trials is None or not trials.times:
+            return None
+        found = {"choice": trials.gauges["choice"]}
+        for kind, times in trials.times.items():
+            found |= {f"{kind}_ms": slowest([seconds * 1e3 for seconds in times], training.device), f"{kind}_host_ms": host[kind]}
+        return found
+
+    def _in_its_way(self, name: str, do: Callable[[Training], object]):
         """``do(training)`` while its collectives go as the run says; what is spoilt by leaving them out is put back."""
         engine = self._engines[RUNS[name].engine_key]
         way = engine.way(name)
@@ -129,5 +196,5 @@ class Comparison:
             return do(engine.training)
         finally:
             way.leave()
-            if RUNS[name].zipccl == SILENT and snapshot is not None:
-                snapshot.restore()
+            if RUNS[name].zipccl == SILENT and engine.snapshot is not None:
+                engine.snapshot.restore()

@@ -10,10 +10,10 @@ from ds_zipccl.cli.bench_collectives import median_interval
 from ds_zipccl.cli.step_run import PARTS, Found
 from ds_zipccl.cli.step_runs import RUNS, SILENT, Cell
 
-COLUMNS = ("transport", "model", "stage", "tokens", "run", "step ms", "speedup", "interval", "on engine", "f", "s", "bound", "reached",
-           "f alone", "bound alone", "compute ms", "optimizer ms", "exposed ms", "copies ms", "codec ms", "idle ms", "host ms", "wire MB",
-           "ratio", "GiB", "losses")
-_TEXT = ("transport", "model", "run", "interval", "losses")
+COLUMNS = ("transport", "model", "stage", "tokens", "run", "step ms", "speedup", "interval", "kept", "if zipped", "on engine", "f", "s",
+           "bound", "reached", "f alone", "bound alone", "compute ms", "optimizer ms", "exposed ms", "copies ms", "codec ms", "idle ms",
+           "host ms", "wire MB", "ratio", "GiB", "losses")
+_TEXT = ("transport", "model", "run", "interval", "kept", "losses")
 #: What SCAPE at a density removes of the exposed communication, at most: the number to reach is stated so.
 REMOVED = 0.95
 
@@ -26,20 +26,20 @@ def row(cell: Cell, name: str, done: dict[str, Found], first: str, alone: dict[s
     wire = wire if mine.ops else sum(mine.sent_bytes.values())
     found = {"op": "step", "model": cell.model, "stage": cell.stage, "tokens": cell.tokens, "run": name, "ranks": dist.get_world_size(),
              "num_parameters": num_parameters, "time_us": mine.step_ms * 1e3, "step_ms": mine.step_ms, "times_ms": mine.times_ms,
-             "host_ms": {part: statistics.median(times) for part, times in mine.host_ms.items()}, "wire_bytes": wire,
+             "host_ms": {part: statistics.median(times) for part, times in mine.host_ms.items() if times}, "wire_bytes": wire,
              "ratio": raw / wire if raw and wire else None, "memory_bytes": mine.memory_bytes, "trace": mine.trace, "ops": mine.ops,
              "sent_bytes": mine.sent_bytes, "speedup": None, "losses": "", "last_loss": float.fromhex(mine.losses[-1])}
+    trial = mine.trial if rival is not None else None
     if mine.trace:
         busy = mine.trace["compute_ms"] + mine.trace["exposed_ms"] + mine.trace["exposed_copies_ms"]
-        found["idle_ms"] = max(0.0, mine.step_ms - busy)
+        found["idle_ms"] = max(0.0, (statistics.median(trial["zipped_ms"]) if trial else mine.step_ms) - busy)
     if name != first and mine.prints and run.zipccl != SILENT:
         found["losses"] = "equal" if (mine.losses, mine.prints) == (done[first].losses, done[first].prints) else "differ"
     if name != first and first != run.rival:
         found["speedup_on_engine"] = done[first].step_ms / mine.step_ms
     if rival is None:
         return found
-    found |= {"rival": run.rival, "speedup": rival.step_ms / mine.step_ms,
-              "speedup_interval": median_interval([a / b for a, b in zip(rival.times_ms, mine.times_ms, strict=True)])}
+    found |= {"rival": run.rival} | (_tried(trial) if trial else _compared(rival.times_ms, mine.times_ms))
     if rival.trace and (isinstance(run.zipccl, dict) or run.optimizer["type"] == "SCAPE"):
         found |= _bound(name, wire, rival, alone)
         found["reached"] = found["speedup"] / found["bound"]
@@ -49,6 +49,20 @@ def row(cell: Cell, name: str, done: dict[str, Found], first: str, alone: dict[s
         if "s" in found:
             found["bound_alone"] = 1 / (1 - f + f / found["s"])
     return found
+
+
+def _compared(rival_ms: list[float], mine_ms: list[float]) -> dict:
+    """Of times in turns."""
+    num = min(len(rival_ms), len(mine_ms))              # rounds that end early end for all, but trials have their own
+    return {"speedup": statistics.median(rival_ms) / statistics.median(mine_ms),
+            "speedup_interval": median_interval([a / b for a, b in zip(rival_ms[:num], mine_ms[:num], strict=True)])}
+
+
+def _tried(trial: dict) -> dict:
+    """Of a trial: what is kept is compared with native; "if_zipped" is how zipped steps compare, kept or not."""
+    zipped = _compared(trial["native_ms"], trial["zipped_ms"])
+    kept = zipped if trial["choice"] == "zipped" else {"speedup": 1.0, "speedup_interval": None}
+    return kept | {"trial": trial, "if_zipped": zipped["speedup"], "if_zipped_interval": zipped["speedup_interval"]}
 
 
 def _bound(name: str, wire: float, rival: Found, alone: dict[str, float]) -> dict[str, float]:
@@ -81,11 +95,11 @@ def cells(row: dict) -> list[str]:
     trace, low_high = row.get("trace") or {}, row.get("speedup_interval")
     return [row["transport"], row["model"], str(row["stage"]), str(row["tokens"]), row["run"], number("time_us", 1, 1e3),
             number("speedup", 3), f"{low_high[0]:.2f}-{low_high[1]:.2f}" if low_high else "",
-            number("speedup_on_engine", 3),
+            (row.get("trial") or {}).get("choice", ""), number("if_zipped", 3), number("speedup_on_engine", 3),
             *(number(name, 3) for name in ("f", "s", "bound", "reached", "f_alone", "bound_alone")),
             *(f"{trace[name]:.1f}" if name in trace else "" for name in ("compute_ms", "optimizer_ms", "exposed_ms", "exposed_copies_ms",
                                                                          "codec_ms")),
-            number("idle_ms", 1), "/".join(f"{row['host_ms'][part]:.0f}" for part in PARTS),
+            number("idle_ms", 1), "/".join(f"{row['host_ms'][part]:.0f}" for part in PARTS if part in row["host_ms"]),
             number("wire_bytes", 1, 1e6), number("ratio", 3), number("memory_bytes", 2, 1 << 30), row["losses"]]
 
 
@@ -119,7 +133,10 @@ def write_markdown(path: str, rows: list[dict], meta: dict) -> None:
 
 EXPLAINED = """speedup: the rival's median step (native, or dense AdamS) by this one's; interval: 95 % of that median over the rounds;
 the runs `again` are the rival itself: the noise. on engine: the same over the first run of the same engine (other settings than the
-rival's). f: the exposed share of communication in the rival's step, from a trace; s: how many times
+rival's). kept: what a trial of
+whole steps chose, whose times the row has then, in turns with native; if zipped: the speedup of the zipped steps in it, kept or not; bytes,
+trace and s of such a row are those of its zipped steps. f: the exposed share of communication in the rival's step, from a trace; s: how
+many times
 faster the collectives are alone (SCAPE: how many times fewer bytes, at most 20); bound: 1 / (1 - f + f / s); reached: speedup / bound.
 f alone: the share by which the step gets shorter when its collectives are left out (silent), less than f where the GPU communicates while
 it waits for the host anyway; bound alone: the bound from it. idle: the GPU does nothing, as the host is busy. host: its time in forward /

@@ -14,7 +14,7 @@ from ds_zipccl.cli import step_trace
 from ds_zipccl.cli.step_model import GPT, SIZES
 from ds_zipccl.cli.step_runs import Run, engine_config
 
-TRACED_STEPS = 2
+TRACED_STEPS = 1
 #: Methods of DeepSpeed's backend -> (how many times (W - 1) / W of what is given a rank sends, 0: W times; where that stands); its names.
 _SENT = {"all_reduce": (2, 0), "all_reduce_coalesced": (2, 0), "broadcast": (1, 0), "reduce": (1, 0), "reduce_scatter": (1, 1),
          "reduce_scatter_tensor": (1, 1), "all_to_all_single": (1, 1), "all_to_all": (1, 1), "all_gather": (0, 1),
@@ -22,6 +22,10 @@ _SENT = {"all_reduce": (2, 0), "all_reduce_coalesced": (2, 0), "broadcast": (1, 
 _GIVEN = ("input_tensors", "input_tensor", "input_list", "input_tensor_list", "input", "tensors", "tensor")
 #: The host's part of a step.
 PARTS = ("forward", "backward", "optimizer")
+
+
+def new_host_ms() -> dict[str, list[float]]:
+    return {part: [] for part in PARTS}
 
 
 def prepare(device: str) -> None:
@@ -47,7 +51,7 @@ class Training:
         self.num_parameters = sum(p.numel() for p in module.parameters())
         config = engine_config(run, stage, self.micro_batch, bucket_size)
         self.engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
-        self.host_ms: dict[str, list[float]] = {part: [] for part in PARTS}
+        self.host_ms = new_host_ms()
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated() if self.device == "cuda" else 0
@@ -73,9 +77,9 @@ class Training:
             self.host_ms[part].append((end - start) * 1e3)
         return loss.detach()
 
-    def losses(self, count: int) -> list[str]:
-        """Of the first steps' data, in hex."""
-        return [float(self.step(self.tokens(number))).hex() for number in range(count)]
+    def losses(self, count: int, first: int = 0) -> list[str]:
+        """Of so many steps' data from the ``first`` on, in hex."""
+        return [float(self.step(self.tokens(number))).hex() for number in range(first, first + count)]
 
     def block(self, num_before: int, num_steps: int) -> float:
         """Milliseconds a step of ``num_steps`` in a row, begun by all ranks together, after ``num_before`` that are not timed."""
@@ -85,7 +89,7 @@ class Training:
         self.settle()
         dist.barrier()
         self.settle()
-        self.host_ms = {part: [] for part in PARTS}
+        self.host_ms = new_host_ms()
         start = time.perf_counter()
         for tokens in batches[num_before:]:
             self.step(tokens)
@@ -141,7 +145,8 @@ class Found:
     losses: list[str]
     prints: list[int] = field(default_factory=list)
     times_ms: list[float] = field(default_factory=list)
-    host_ms: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    host_ms: dict[str, list[float]] = field(default_factory=lambda: new_host_ms())
+    trial: dict | None = None
     memory_bytes: int | None = None
     ops: dict = field(default_factory=dict)
     sent_bytes: dict = field(default_factory=dict)
@@ -150,6 +155,10 @@ class Found:
     @property
     def step_ms(self) -> float:
         return statistics.median(self.times_ms)
+
+    def take_trial(self, trial: dict, way: str) -> None:
+        """Its times are those of a trial's steps, natively or zipped."""
+        self.trial, self.times_ms, self.host_ms = trial, trial[f"{way}_ms"], trial[f"{way}_host_ms"]
 
     def add_block(self, training: Training, num_before: int, num_steps: int) -> None:
         took = training.block(num_before, num_steps)

@@ -29,7 +29,9 @@ def _scape(density: float, **more) -> dict:
 
 
 _ON = {"enabled": True}
+_TRIED = _ON | {"collectives": "adaptive", "step_trials": True}         # judged by whole steps; others as each call is
 _LATE = {"overlap_comm": False}         # gradients are reduced when backward is done: as DeepSpeed does if it is not told otherwise
+_DEEP = {"stage3_prefetch_bucket_size": 200_000_000}    # elements, four times DeepSpeed's default: fewer, larger gathers, longer ahead
 RUNS = {
     "native": Run(_ADAMW),
     "zipped": Run(_ADAMW, "native", _ON, True),
@@ -37,10 +39,16 @@ RUNS = {
     "cached": Run(_ADAMW, "native", _ON | {"cache_params": True}, True, (3,)),
     "one_sided": Run(_ADAMW, "native", _ON | {"transport": "adaptive"}, True),
     "cached_one_sided": Run(_ADAMW, "native", _ON | {"cache_params": True, "transport": "adaptive"}, True, (3,)),
-    "adaptive": Run(_ADAMW, "native", _ON | {"step_trials": True}, True),           # judged by whole steps; the others as each call is
-    "adaptive_cached": Run(_ADAMW, "native", _ON | {"step_trials": True, "cache_params": True}, True, (3,)),
+    "adaptive": Run(_ADAMW, "native", _TRIED, True),
+    "adaptive_cached": Run(_ADAMW, "native", _TRIED | {"cache_params": True}, True, (3,)),
+    "adaptive_one_sided": Run(_ADAMW, "native", _TRIED | {"transport": "adaptive"}, True),
+    "always": Run(_ADAMW, "native", _ON | {"collectives": "always"}, True),
+    "always_one_sided": Run(_ADAMW, "native", _ON | {"collectives": "always", "transport": "symmetric_memory"}, True),
+    "native_deep": Run(_ADAMW, "native", None, False, (3,), _DEEP),
+    "zipped_deep": Run(_ADAMW, "native", _ON, True, (3,), _DEEP),
     "native_late": Run(_ADAMW, "native", None, False, (1, 2), _LATE),
     "zipped_late": Run(_ADAMW, "native", _ON, True, (1, 2), _LATE),
+    "adaptive_late": Run(_ADAMW, "native", _TRIED, True, (1, 2), _LATE),
     "again": Run(_ADAMW, "native", None, True),
     "silent": Run(_ADAMW, "native", SILENT),
     "zeropp": Run(_ADAMW, "native", None, False, (3,), {"zero_quantized_weights": True, "zero_quantized_gradients": True}),
@@ -59,11 +67,15 @@ DEFAULT_RUNS = "native,zipped,again"
 
 @dataclass(frozen=True)
 class Cell:
-    """One model, stage and size of batch, and the names of the runs that are compared on them."""
+    """One model, stage and size of batch, and the names of the runs that are compared on them. ``rounds`` None: as many as of others."""
     model: str
     stage: int
     tokens: int
     runs: tuple[str, ...]
+    rounds: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.model}/{self.stage}/{self.tokens}/{','.join(self.runs)}"
 
     def known_runs(self) -> tuple[str, ...]:
         """Those that the stage has, with their rivals."""

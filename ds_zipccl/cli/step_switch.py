@@ -7,6 +7,7 @@ from ds_zipccl.backend import deepspeed_comm, step_trials, zero3_params
 from ds_zipccl.backend.deepspeed_comm import deepspeed_comm as seam
 from ds_zipccl.backend.zero3_params import ZeroParamStatus
 from ds_zipccl.cli.step_runs import SILENT
+from ds_zipccl.collectives import held
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import loader
@@ -25,16 +26,28 @@ class Way:
             self.runtime = Runtime(config, {kind: loader.resolve(config.kernels, kind, config.level) for kind in {device, "cpu"}})
         self._is_tried = self.runtime is not None and section.get("step_trials", False)          # others are not disturbed by trials
 
-    def try_steps(self, step) -> None:
-        """Calls ``step()`` until a trial has ended, where there are to be any and anything is zipped; rank 0 prints what it found. To be
-        called anew where steps are others; the way is entered."""
+    @property
+    def trials(self) -> step_trials.StepTrials | None:
+        return step_trials.of(self.runtime) if self._is_tried else None
+
+    def begin_trial(self, num_before: int) -> None:
+        """Where steps are to be tried: anew, after so many. To be called where steps become others; the way is entered."""
         if self._is_tried:
             step_trials.attach(self.runtime)
-            trials = step_trials.of(self.runtime)
-            while trials is not None and not trials.has_answer:
-                step()
-            if trials is not None and dist.get_rank() == 0:
-                print(f"steps tried: {trials.gauges}", flush=True)
+            if self.trials is not None:
+                self.trials.warm_up = num_before
+
+    def is_trying(self) -> bool:
+        """Whether steps are to be made until a trial has ended, or found nothing zipped. The same on every rank."""
+        return self.trials is not None and not self.trials.has_answer
+
+    def give_up_trial(self) -> None:
+        self.begin_trial(1 << 60)
+
+    def release(self) -> None:
+        """Calls go as the switch says, whatever a trial has found."""
+        if self.runtime is not None:
+            held.release(self.runtime)
 
     def enter(self) -> None:
         if self._is_silent:

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from ds_zipccl.cli import step_trace
+from ds_zipccl.cli import step_rows, step_trace
 from ds_zipccl.cli.main import main
 from ds_zipccl.cli.step_rows import gain_alone
 from ds_zipccl.cli.step_switch import print_of
@@ -46,8 +46,9 @@ def test_union_against_single_points():
 @pytest.mark.parametrize("arguments, words", [
     ("--runs zipped", "native before zipped"), ("--runs native,other", "--runs. Got: other"), ("--tokens 100", "multiples of --seq-len"),
     ("--stages 4", "--stages. Got: 4"), ("--models huge", "--models. Got: huge"), ("--steps 0", "--steps, --rounds, --warmup"),
-    ("--rounds 0", "--steps, --rounds, --warmup"), ("--cells tiny/2/2048", "--cells. Got: tiny/2/2048"),
-    ("--cells tiny/1/2048/scape90", "adams before scape90"), ("--transports host --device cpu", "before the ranks start"),
+    ("--rounds 0", "--steps, --rounds, --warmup"), ("--cells tiny/2/2048", "--cells. Got: tiny/2/2048"), ("--warmup 1", ">= 2"),
+    ("--cells tiny/2/2048/native/x", "--cells. Got: tiny/2/2048/native/x"), ("--cells tiny/1/2048/scape90", "adams before scape90"),
+    ("--transports host --device cpu", "before the ranks start"),
     ("--tokens 2048", "at least 2 ranks")])
 def test_wrong_arguments_are_named_before_anything_runs(arguments, words, capsys):
     assert main(["bench", "step", "--device", "cpu", *arguments.split()]) == 2
@@ -68,13 +69,19 @@ def rows_of(tmp_path, *arguments) -> tuple[list[dict], str]:
 def test_rows_on_two_ranks(tmp_path):
     """Stage 2 twice on one engine, of two batch sizes; stage 3 with kept frames; engines of other optimizers side by side in stage 1."""
     rows, said = rows_of(tmp_path, "--cells", "tiny/2/32,64/native,zipped,again,silent",
-                         "tiny/3/32/native,zipped,cached,silent,adams,scape90", "tiny/1/32/adams,scape90,scape90_zipped")
+                         "tiny/3/32/native,zipped,cached,silent,adams,scape90", "tiny/1/32/adams,scape90,scape90_zipped",
+                         "tiny/3/64/native,adaptive,zeropp/3")
     names = [(row["stage"], row["tokens"], row["run"]) for row in rows]
     assert names == [*((2, tokens, run) for tokens in (32, 64) for run in ("native", "zipped", "again", "silent")),
                      *((3, 32, run) for run in ("native", "zipped", "cached", "silent", "adams")),
-                     *((1, 32, run) for run in ("adams", "scape90", "scape90_zipped"))]
+                     *((1, 32, run) for run in ("adams", "scape90", "scape90_zipped")), (3, 64, "native"), (3, 64, "adaptive")]
     by_name = dict(zip(names, rows, strict=True))
-    for stage, tokens, run in names:
+    tried = by_name[3, 64, "adaptive"]
+    if "trial" in tried:                            # else the switch has found nothing to zip
+        assert tried["times_ms"] == tried["trial"][f"{tried['trial']['choice']}_ms"] and len(tried["times_ms"]) == 12
+        assert by_name[3, 64, "native"]["times_ms"] == tried["trial"]["native_ms"]
+    assert tried["losses"] == "equal" and len(tried["times_ms"]) in (3, 12)
+    for stage, tokens, run in names[:-2]:
         row, native = by_name[stage, tokens, run], by_name.get((stage, tokens, "native"))
         assert len(row["times_ms"]) == 2 and set(row["host_ms"]) == {"forward", "backward", "optimizer"}
         if run in ("zipped", "cached"):
@@ -92,6 +99,9 @@ def test_rows_on_two_ranks(tmp_path):
     assert sparse["rival"] == "adams" and sparse["losses"] == ""
     tables = (tmp_path / "rows.md").read_text()
     assert tables.count("## ZeRO-") == 3 and tables.count("| tiny |") == len(rows) and "exposed ms" not in tables
+    file = json.loads((tmp_path / "rows.json").read_text())
+    assert "left out: " in said and len(file["left_out"]) == 1
+    assert "tiny/3/64/native,adaptive,zeropp: zeropp (ValueError: " in file["left_out"][0]
     merged = tmp_path / "merged.json"
     assert main(["bench", "step", "--merge", *[str(tmp_path / "rows.json")] * 2, "--json", str(merged)]) == 0
     assert json.loads(merged.read_text())["rows"] == rows * 2
@@ -107,6 +117,25 @@ def test_prints_of_a_state_tell_single_bits():
             flipped.view(torch.uint8)[index] ^= 16
             assert print_of(flipped, chunk=64) != before
         assert print_of(tensor.clone(), chunk=1 << 20) == before
+
+
+def test_what_a_trial_says():
+    trial = {"choice": "native", "zipped_ms": [10.0, 30.0, 20.0], "native_ms": [12.0, 18.0, 16.0]}
+    found = step_rows._tried(trial)
+    assert found["speedup"] == 1 and found["if_zipped"] == 16 / 20 and found["trial"] is trial
+    found = step_rows._tried(trial | {"choice": "zipped"})
+    assert found["speedup"] == found["if_zipped"] == 16 / 20 and found["speedup_interval"] == found["if_zipped_interval"]
+
+
+def test_nothing_begins_when_the_time_is_over(tmp_path):
+    """But what was left out is said."""
+    path = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "ds_zipccl.cli.main", "bench", "step", "--device", "cpu", "--ranks", "2", "--seq-len", "32",
+               "--cells", "tiny/2/32/native,zipped", "tiny/3/64/native", "--seconds", "0", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(path.read_text())
+    assert found["rows"] == [] and found["left_out"] == ["as_is tiny/2/32/native,zipped", "as_is tiny/3/64/native"]
 
 
 def test_gain_of_collectives_alone():

@@ -75,7 +75,7 @@ def plot(rows: list[dict], path: Path) -> None:
         against = [(step, loss - base) for step, loss, base in zip(steps, report, bases, strict=True) if base is not None]
         axes[2].plot([step for step, _ in against], [gap for _, gap in against], **style)
         late += [gap for step, gap in against if step >= 0.2 * job["steps"]]
-    axes[2].set_ylim(min(late) - 0.005, max(late) + 0.005)
+    axes[2].set_ylim(min(late) - 0.005, min(max(late) + 0.005, 0.2))            # what ends far above would make all others one line
     titles = "training loss (mean since the point before)", "loss on held-out files", "loss on held-out files less dense AdamS's"
     for axis, title in zip(axes, titles, strict=True):
         axis.set(title=title, xlabel="step", ylabel="nats per token")

@@ -12,12 +12,15 @@ from ds_zipccl.codec.format import DEFAULT_SPILL_PER_TILE
 from ds_zipccl.collectives import symmetric, symmetric_plan, views
 from ds_zipccl.collectives.pairs import reason_for_raw
 from ds_zipccl.collectives.registry import Call, CollectiveSpec
+from ds_zipccl.collectives.switch import free_bytes
 from ds_zipccl.collectives.transport import group_timeout
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.stats import Stats
 
 log = logging.getLogger("ds_zipccl")
 _COUNT = itertools.count()          # torch knows memory by names that are used once in a process
+#: Where nobody asked for the transport it is tried only while this many times its memory are free besides: who fills his GPU keeps it.
+LEFT_FREE = 3
 #: Why a call that could go one-sided goes over its process group, beside symmetric.why_not's reasons.
 REASONS = {
     "collective": "only all_gather_into_tensor, reduce_scatter_tensor and all_to_all_single",
@@ -37,12 +40,13 @@ class OneSided:
     ``transport`` is None before the first, after the second, and where ``why_not`` says why the group has none.
     """
 
-    def __init__(self, device: torch.device, store: dist.Store, num_bytes: int):
-        """``store``: no other use of it has the prefix "one_sided". ``num_bytes`` of memory on every GPU."""
+    def __init__(self, device: torch.device, store: dist.Store, num_bytes: int, left_free: int = 0):
+        """``store``: no other use of it has the prefix "one_sided". ``num_bytes`` of memory on every GPU, where ``left_free`` bytes more
+        are free."""
         self.transport: symmetric.SymmetricTransport | None = None
         self.why_not: str | None = None
         self.num_overflows = 0                  # of transports that are gone
-        self._device, self._store, self._num_bytes, self._num_opened = device, store, num_bytes, 0
+        self._device, self._store, self._num_bytes, self._left_free, self._num_opened = device, store, num_bytes, left_free, 0
 
     def open(self, group: dist.ProcessGroup) -> None:
         """What ranks are is asked once, whether they have memory each time. Never raises for what a group cannot do."""
@@ -64,11 +68,14 @@ class OneSided:
             self._open(group, store, agree)
 
     def _open(self, group: dist.ProcessGroup, store: dist.Store, agree) -> None:
-        memory, record = None, {}
-        try:
-            memory = symmetric.reserve(self._device, self._num_bytes)
-        except RuntimeError as error:
-            record["no_memory"] = str(error)
+        memory, record, free = None, {}, free_bytes(self._device) if self._left_free else None
+        if free is not None and free < self._num_bytes + self._left_free:
+            record["no_memory"] = f"{free} bytes are free"
+        else:
+            try:
+                memory = symmetric.reserve(self._device, self._num_bytes)
+            except RuntimeError as error:
+                record["no_memory"] = str(error)
         self.why_not, transport, record = agree("memory", record), None, {}
         if self.why_not is not None:
             return
@@ -198,7 +205,9 @@ class Router:
         """``again``: where there was no memory, ranks look anew whether there is some."""
         one_sided = self._groups.get(id(state))
         if one_sided is None:
-            one_sided = self._groups[id(state)] = OneSided(device, state.side.store, memory_bytes(self._config))
+            num_bytes = memory_bytes(self._config)
+            one_sided = self._groups[id(state)] = OneSided(device, state.side.store, num_bytes,
+                                                           LEFT_FREE * num_bytes if self.is_measured else 0)
         if one_sided.transport is None and (again or one_sided.why_not is None):
             one_sided.open(group)
             if one_sided.transport is not None:

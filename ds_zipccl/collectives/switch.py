@@ -233,7 +233,7 @@ def _costs(sizes: tuple[int, ...], times: list[list[float]], ratio: float) -> Co
 def _affordable_sizes(call: Call, side) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of PROBE_SIZES, and of LARGER_SIZES, those for whose tensors and frames all ranks have memory: one that ran out would leave the
     others waiting."""
-    sizes, larger, free = PROBE_SIZES[call.device.type], LARGER_SIZES[call.device.type], _free_bytes(call.device)
+    sizes, larger, free = PROBE_SIZES[call.device.type], LARGER_SIZES[call.device.type], free_bytes(call.device)
     if free is None:
         return sizes, larger
     mine = torch.tensor([sum(TENSORS_OF_A_PROBE * size <= free for size in (*sizes, *larger))], dtype=torch.int32, device=call.device)
@@ -261,7 +261,7 @@ def _starter(call: Call, side) -> Callable[[], None]:
     return start
 
 
-def _free_bytes(device: torch.device) -> int | None:
+def free_bytes(device: torch.device) -> int | None:
     """For new tensors on a GPU; None: elsewhere, nobody counts it."""
     if device.type != "cuda":
         return None

@@ -197,10 +197,10 @@ def case_ranks_that_see_other_times_go_the_same_ways(rank, world):
 
 def case_memory_bounds_what_is_measured(rank, world):
     """Of the rank that has the least, for all."""
-    original = switch._free_bytes
+    original = switch.free_bytes
     try:
         for free, num_sizes in ((1 << 40, 3), (8 * LARGE - 1, 2), (0, 2)):
-            switch._free_bytes = lambda device, free=free: free if rank == world - 1 else 1 << 40
+            switch.free_bytes = lambda device, free=free: free if rank == world - 1 else 1 << 40
             with adaptive(lambda size, _: (100, 90, 10)) as live:
                 call, result = exchange(AG, rank, world, 40_000, 3)
                 begin(live, call)[0].wait()
@@ -208,7 +208,7 @@ def case_memory_bounds_what_is_measured(rank, world):
                 costs = live.state(dist.group.WORLD, call.device).measured(AG, BF16).costs
                 assert len(costs.native.sizes) == len(costs.one_sided.sizes) == num_sizes
     finally:
-        switch._free_bytes = original
+        switch.free_bytes = original
 
 
 def case_wrong_results_rule_it_out(rank, world):

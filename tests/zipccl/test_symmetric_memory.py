@@ -102,6 +102,17 @@ def test_memory_that_is_missing_is_asked_for_again(monkeypatch):
     assert ranks.open() == ([True, True], None)
 
 
+def test_memory_that_others_may_need_is_left_to_them(monkeypatch):
+    """Where the transport is only tried: 3 bytes besides its own on every rank."""
+    ranks, free = Ranks(monkeypatch), [4, 3]
+    monkeypatch.setattr(one_sided, "free_bytes", lambda device: free[ranks.here.rank])
+    for group in ranks.groups:
+        group._left_free = 3
+    assert ranks.open() == ([False, False], "no_memory") and not ranks.transports
+    free[1] = 4
+    assert ranks.open() == ([True, True], None)
+
+
 def test_many_ranks_do_not_ask_each_other():
     group = OneSided(torch.device("cpu"), None, 1)
     group.open(SimpleNamespace(rank=lambda: 1, size=lambda: symmetric.MAX_RANKS + 1, group_name="some"))

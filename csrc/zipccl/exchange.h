@@ -65,6 +65,26 @@ inline Exchange exchange_of(const Repeat* r, const u8* x, u8* out, i64 num_recei
     return e;
 }
 
+// Gathers of rows like an earlier one, that come to lie elsewhere: part i into output which[i], where its place's `out` is so many bytes
+// from the beginning. Of the exchange num_receivers means nothing.
+struct Regather {
+    void* engine;
+    Exchange exchange;
+    const i64* which;
+    i64 device;
+};
+
+// `places`: room for as many as there are parts.
+inline Exchange exchange_of(const Regather* r, const uint64_t* outs, i64 num_receivers, Place* places) {
+    Exchange e = r->exchange;
+    for (i64 i = 0; i < e.num_parts; i++) {
+        places[i] = e.places[i];
+        places[i].out = (u8*)outs[r->which[i]] + (size_t)places[i].out;
+    }
+    e.places = places, e.num_receivers = num_receivers;
+    return e;
+}
+
 typedef int (*Encode)(const void* geometry, const void* x, i64 row_stride, void* frames, i64 frame_stride, i64 num_rows, i64 skip,
                       void* status, void* workspace, cudaStream_t stream);
 enum { kOwn = kNumLanes, kNumStreams };

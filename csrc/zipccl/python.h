@@ -28,6 +28,17 @@ void* from_python(void** arguments, Run run) {
     return python.of_code(code);
 }
 
+// The same of `num` numbers, Most at most.
+template <int Most, class Run>
+void* from_python_up_to(void** arguments, ptrdiff_t num, Run run) {
+    uint64_t numbers[Most];
+    for (ptrdiff_t i = 0; i < num; i++) numbers[i] = python.as_number(arguments[i]);
+    void* state = python.leave();
+    const int code = run(numbers);
+    python.enter(state);
+    return python.of_code(code);
+}
+
 }  // namespace zipscape
 
 #endif  // ZIPCCL_PYTHON_H

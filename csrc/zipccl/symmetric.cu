@@ -7,6 +7,7 @@
 #include "python.h"
 
 #include <new>
+#include <vector>
 
 using namespace zipscape;
 using namespace zipscape::carrying;
@@ -18,6 +19,7 @@ constexpr u32 kCopyThreads = kMaxRanks;
 #else
 constexpr u32 kCopyThreads = 512;
 #endif
+constexpr int kMaxOutputs = 510;                           // of a gather that comes again: symmetric_calls.py repeats it
 constexpr u32 kOwnCtas = 32;                               // few: encode and decode run beside it, and the links set the time
 
 #define ZIPCCL_RECEIVER(name, warps, ctas) \
@@ -253,6 +255,15 @@ void zipccl_symmetric_exchange_of(const Repeat* r, const u8* x, u8* out, i64 num
     *exchange = exchange_of(r, x, out, num_receivers);
 }
 
+// The same of rows; `outs`: where its outputs begin.
+int zipccl_symmetric_gather(const Regather* r, const uint64_t* outs, i64 num_receivers) {
+    if (!may_queue(r->device, r->exchange.stream)) return kNotSo;
+    std::vector<Place> places(r->exchange.num_parts);
+    const Exchange exchange = exchange_of(r, outs, num_receivers, places.data());
+    return zipccl_symmetric_run(r->engine, &exchange);
+}
+void zipccl_symmetric_places_of(const Regather* r, const uint64_t* outs, Place* places) { exchange_of(r, outs, 0, places); }
+
 // The same step by step, for ranks that take turns in one process: start, then step until it says 0 (negative: an error).
 int zipccl_symmetric_start(void* engine, const Exchange* exchange) { return start((Engine*)engine, exchange); }
 int zipccl_symmetric_step(void* engine) {
@@ -281,11 +292,16 @@ int zipccl_symmetric_join(void* engine, i64 call, cudaStream_t stream) {
     return wait_for(stream, e->done[call % kNumDone]);
 }
 
-// Two of these as Python's own functions.
+// Three of these as Python's own functions; a gather's outputs come last.
 void zipccl_symmetric_python(const Python* functions) { python = *functions; }
 void* zipccl_symmetric_repeat_python(void*, void** arguments, ptrdiff_t) {
     return from_python<4>(arguments, [](const uint64_t* a) {
         return zipccl_symmetric_repeat((const Repeat*)a[0], (const u8*)a[1], (u8*)a[2], (i64)a[3]);
+    });
+}
+void* zipccl_symmetric_gather_python(void*, void** arguments, ptrdiff_t num) {
+    return from_python_up_to<kMaxOutputs + 2>(arguments, num, [](const uint64_t* a) {
+        return zipccl_symmetric_gather((const Regather*)a[0], a + 2, (i64)a[1]);
     });
 }
 void* zipccl_symmetric_join_python(void*, void** arguments, ptrdiff_t) {

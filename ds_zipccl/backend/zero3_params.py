@@ -26,6 +26,7 @@ from ds_zipccl.collectives.one_sided import ranges_of_row
 from ds_zipccl.collectives.runtime import Runtime
 
 log = logging.getLogger("ds_zipccl")
+MAX_SETS = 4096             # of parameters that are gathered together
 _stats: "weakref.WeakKeyDictionary[Runtime, CacheStats]" = weakref.WeakKeyDictionary()
 
 
@@ -87,6 +88,7 @@ class EngineFrames:
         self._slots: dict[torch.nn.Parameter, tuple[FrameCache, list[Slot]]] = {}       # of one shard, one behind the other
         self._reasons: dict[torch.nn.Parameter, str] = {}
         self._originals: dict[torch.nn.Parameter, object] = {}
+        self._known: dict[frozenset[int], _Known] = {}
         parameters = {p: name for name, p in engine.module.named_parameters() if hasattr(p, "ds_id")}
         for p in sorted(parameters, key=lambda p: p.ds_id):
             self._enrol(p, parameters[p])
@@ -125,6 +127,12 @@ class EngineFrames:
     def all_gather_coalesced(self, original, params, safe_mode: bool = False, quantize: bool = False):
         """Stands for DeepSpeed's function of that name: launches the gather of ``params``, returns a handle with
         ``wait(handle_dependency=True)``."""
+        which = frozenset(map(id, params))
+        known = self._known.get(which)
+        if known is not None and not quantize and self.runtime.held is None and live_runtime() is self.runtime:
+            handle = known.launch()
+            if handle is not None:
+                return handle
         params = sorted(params, key=lambda p: p.ds_id)          # from a set: its order differs between ranks
         why_not = "quantized" if quantize else "switched_off" if live_runtime() is not self.runtime else self.runtime.held
         if why_not is not None:
@@ -144,9 +152,22 @@ class EngineFrames:
                 others.extend(members)
             else:
                 handles.append(gather)
+        if not others and len(handles) == 1:
+            self._know(which, handles[0])
         if others or not handles:
             handles.append(original(sorted(others, key=lambda p: p.ds_id), safe_mode=safe_mode, quantize=quantize))
         return handles[0] if len(handles) == 1 else MultipleAllGatherHandles(handles)
+
+    def _know(self, which: frozenset[int], handle: "_Handle") -> None:
+        """After a gather of these parameters, by their ids, alone."""
+        cache, slots = self._slots[handle.params[0]][0], [slot for slots in handle.slots for slot in slots]
+        gather = cache.known(slots)
+        before = self._known.get(which)
+        if gather is None or before is not None and before.gather is gather:
+            return
+        if len(self._known) >= MAX_SETS:
+            self._known.clear()
+        self._known[which] = _Known(handle, gather)
 
     def _has_slot(self, p) -> bool:
         found = self._slots.get(p)
@@ -160,7 +181,7 @@ class EngineFrames:
             if p.ds_status != ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(p.ds_summary())
         handle = _Handle(params, [self._slots[p][1] for p in params], cache.group.size())
-        handle.gather = cache.gather([slot for slots in handle.slots for slot in slots], handle.make_outs)
+        handle.gather = cache.gather([slot for slots in handle.slots for slot in slots], handle.make_outs, [p.ds_tensor for p in params])
         if handle.gather is None:
             return None
         for p in params:
@@ -187,6 +208,7 @@ class EngineFrames:
 
     def free(self) -> None:
         """Gives the memory of this rank's frames back until they are needed again."""
+        self._known.clear()
         for cache in self._caches.values():
             cache.free()
 
@@ -200,7 +222,7 @@ class EngineFrames:
         for owner in self._owners:
             if getattr(owner, ATTRIBUTE, None) is self:
                 delattr(owner, ATTRIBUTE)
-        self._caches, self._slots, self._originals, self._owners = {}, {}, {}, []
+        self._caches, self._slots, self._originals, self._known, self._owners = {}, {}, {}, {}, []
 
     def _by_cache(self, params) -> dict[FrameCache, list[Slot]]:
         found: dict[FrameCache, list[Slot]] = {}
@@ -215,28 +237,53 @@ class _Handle:
     """Of one gather. ``wait`` leaves every parameter whole, in memory of its own."""
 
     def __init__(self, params: list, slots: list[list[Slot]], world_size: int):
-        """``slots``: each parameter's. ``gather``: set by who launches it."""
-        self.slots, self.gather = slots, None
-        self._params, self._world_size, self._outs = params, world_size, []
+        """``slots``: each parameter's. ``gather``: set by who launches it; ``outputs``: by ``make_outs``, each parameter's."""
+        self.params, self.slots, self.world_size, self.gather, self.outputs = params, slots, world_size, None, []
 
     def make_outs(self) -> list[torch.Tensor]:
         """Each slot's, in the memory of its parameter."""
         device = torch.device(get_accelerator().current_device_name())
-        self._outs = [torch.empty(self._world_size * p.ds_tensor.ds_numel, dtype=p.ds_tensor.dtype, device=device) for p in self._params]
-        return [part for out, slots in zip(self._outs, self.slots, strict=True)
-                for part in out.view(self._world_size, -1).split([slot.numel for slot in slots], dim=1)]
+        self.outputs = [torch.empty(self.world_size * p.ds_tensor.ds_numel, dtype=p.ds_tensor.dtype, device=device) for p in self.params]
+        return [part for out, slots in zip(self.outputs, self.slots, strict=True)
+                for part in out.view(self.world_size, -1).split([slot.numel for slot in slots], dim=1)]
 
     def wait(self, handle_dependency: bool = True) -> None:
         if self.gather is None:
             return
         gather, self.gather = self.gather, None
         gather.wait()
-        outs, self._outs = self._outs, []
-        for p, out in zip(self._params, outs, strict=True):
+        outputs, self.outputs = self.outputs, []
+        for p, out in zip(self.params, outputs, strict=True):
             if p.ds_status != ZeroParamStatus.INFLIGHT:
                 raise RuntimeError(f"expected param {p.ds_summary()} to be inflight")
             p.data = out.narrow(0, 0, p.ds_numel).view(p.ds_shape)
             p.ds_status = ZeroParamStatus.AVAILABLE
+
+
+class _Known:
+    """Launches the gather of a handle's parameters again, where ``gather`` can and they and their shards are as they were."""
+
+    def __init__(self, handle: _Handle, gather):
+        self.gather, self._of = gather, (handle.params, handle.slots, handle.world_size)
+        shards = [p.ds_tensor for p in handle.params]
+        self._shards = [(p, shard, shard.numel(), shard.dtype) for p, shard in zip(handle.params, shards, strict=True)]
+        self._device = handle.outputs[0].device
+        self._sizes = [(out.numel(), out.dtype) for out in handle.outputs]
+
+    def launch(self) -> _Handle | None:
+        there, away = PartitionedParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
+        for p, shard, numel, dtype in self._shards:
+            if (p.ds_tensor is not shard or p.ds_status is not away or p.ds_secondary_tensor is not None or shard.status is not there
+                    or shard.numel() != numel or shard.dtype is not dtype or get_allgather_dtype(p, shard) is not dtype):
+                return None
+        handle, device = _Handle(*self._of), self._device
+        handle.outputs = [torch.empty(numel, dtype=dtype, device=device) for numel, dtype in self._sizes]
+        handle.gather = self.gather.launch(handle.outputs)
+        if handle.gather is None:
+            return None
+        for p in handle.params:
+            p.ds_status = ZeroParamStatus.INFLIGHT
+        return handle
 
 
 def _range_of(p, start: int, end: int) -> torch.Tensor:
@@ -249,6 +296,8 @@ def _engine_reason(engine, runtime: Runtime) -> str | None:
     zero = engine._config.zero_config
     if runtime.config.collectives.all_gather == "never":
         return "never"
+    if runtime.config.nan_check != "off":
+        return "nan_check"                          # what is gathered must be seen on its way
     offload = zero.offload_param
     if offload is not None and str(getattr(offload.device, "value", offload.device)) != "none":
         return f"offload_param_{getattr(offload.device, 'value', offload.device)}"      # _cpu, _nvme

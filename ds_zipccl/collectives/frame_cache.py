@@ -18,8 +18,9 @@ from ds_zipccl.collectives import streams
 from ds_zipccl.collectives.cached import MakeOuts, Piece, PieceGather
 from ds_zipccl.collectives.cost import ONE_SIDED
 from ds_zipccl.collectives.fingerprint import fingerprint, fingerprint_bytes
-from ds_zipccl.collectives.frame_slot import CacheStats, Slot, place_of
-from ds_zipccl.collectives.frame_ways import OP, Ways
+from ds_zipccl.collectives.frame_known import KnownGather
+from ds_zipccl.collectives.frame_slot import OP, CacheStats, Slot, place_of
+from ds_zipccl.collectives.frame_ways import Ways
 from ds_zipccl.collectives.runtime import STATUS_BYTES, Runtime
 from ds_zipccl.collectives.symmetric import SymmetricWork
 from ds_zipccl.collectives.symmetric_plan import Row
@@ -42,14 +43,27 @@ class FrameCache:
         self.slots: list[Slot] = []
         self.guard = True
         self.compares_on_host = device.type == "cpu"
-        self._device, self._boundary = device, boundary
-        self._pending: tuple | None = None
+        self.device, self._boundary = device, boundary
+        self.pending: tuple | None = None
         # After the last write or encode, and after what a gather last read on its caller's stream; streams that wait for the former.
         self._written, self._read, self._waiting = streams.Mark(device), streams.Mark(device), set()
-        self._join_sent: Callable[[], None] | None = None           # the last one-sided gather, whose frames may be on their way still
+        self.num_writes = 0                         # announced, or of frames
+        self.join_sent: Callable[[], None] | None = None           # the last one-sided gather, whose frames may be on their way still
         self._ways = Ways(runtime, group, device)
         self._mismatch: torch.Tensor | None = None  # GPU: bool per slot, read at the next refresh
         self._has_compared = False                  # GPU: since the last gather began
+
+    # What frame_known.py asks.
+
+    @property
+    def boundary(self):
+        """What has been compared at this boundary need not be again."""
+        return None if self.runtime.config.integrity == "roundtrip" else self._boundary() if self.guard else _ANY
+
+    def before_gather(self) -> None:
+        self.runtime.advance(self.group)
+        self.runtime.before_native(self.group, self.device)
+        self._wait_for_writes()
 
     def add(self, slot: Slot) -> None:
         slot.index = len(self.slots)
@@ -73,13 +87,14 @@ class FrameCache:
         for slot in self.slots:
             slot.frame, slot.dirty = None, True
             self._hold(slot, 0)
+        self._ways.forget()
 
     def close(self) -> None:
         """Drops everything."""
-        if self._pending is not None:
-            self._pending[-1].wait()                # who ends the group's channels must find nothing in flight
+        if self.pending is not None:
+            self.pending[-1].wait()                # who ends the group's channels must find nothing in flight
         self.free()
-        self._pending = self._join_sent = self._ways.transport = None
+        self.pending = self.join_sent = self._ways.transport = None
         self.slots = []
 
     # -- made together, agreed once
@@ -97,9 +112,8 @@ class FrameCache:
         stale = [slot for slot in slots if slot.stale and slot.eligible and not self._left_out(slot)]
         if not stale:
             return
-        self._ways.forget()
         self.runtime.advance(self.group)            # messages are in the same order on every rank's side channel
-        words = torch.zeros(len(stale) + 1, dtype=torch.int32, device=self._device)
+        words = torch.zeros(len(stale) + 1, dtype=torch.int32, device=self.device)
         for i, slot in enumerate(stale):
             codec = self._codec(slot)
             if self._reserve(slot, codec):
@@ -109,18 +123,18 @@ class FrameCache:
             slot.stale = slot.used = False
         self._report_mismatches(words[-1:])
         size = self.group.size()
-        table = torch.empty(size * words.numel(), dtype=torch.int32, device=self._device)
-        work = self.runtime.state(self.group, self._device).side.all_gather(table, words)
-        self._pending = stale, words, table.view(size, -1), work
+        table = torch.empty(size * words.numel(), dtype=torch.int32, device=self.device)
+        work = self.runtime.state(self.group, self.device).side.all_gather(table, words)
+        self.pending = stale, words, table.view(size, -1), work
         self.stats.refreshes += 1
         self.stats.status_bytes += STATUS_BYTES * words.numel() * (size - 1)
 
     def settle(self) -> None:
         """Waits for the status words of the last refresh, if they have not been read, and applies them: the layouts are agreed then."""
-        if self._pending is None:
+        if self.pending is None:
             return
-        (stale, _, table, work), self._pending = self._pending, None
-        with torch.cuda.stream(self.runtime.state(self.group, self._device).status_stream):
+        (stale, _, table, work), self.pending = self.pending, None
+        with torch.cuda.stream(self.runtime.state(self.group, self.device).status_stream):
             work.wait()
             spills = torch.where(table < 0, 0, table >> SPILL_SHIFT & SPILL_MASK).amax(0) * SPILL_UNIT_BYTES
             summary = torch.stack([(table.amin(0) < 0).int(), ((table & OVERFLOW_BIT) * (table >= 0)).amax(0), spills]).tolist()
@@ -130,7 +144,6 @@ class FrameCache:
         self._raise_for(mismatches)
 
     def _apply(self, slot: Slot, refused: bool, overflow: bool, need: int) -> None:
-        self._ways.forget()
         if refused:
             self._drop(slot, "max_cache_bytes")
             return
@@ -138,11 +151,13 @@ class FrameCache:
         if overflow and slot.capacity.calls_left_out:
             self._drop(slot, "incompressible")
             return
+        if overflow or slot.reason is not None:
+            self._ways.forget()
         slot.codec, slot.reason = self._codec(slot) if overflow else slot.codec, None
         if overflow:                                # now with room for what every rank needs
             dirty = slot.dirty
             self._hold(slot, slot.codec.frame_bytes + fingerprint_bytes(slot.numel))
-            self._encode(slot, slot.codec, torch.zeros(1, dtype=torch.int32, device=self._device))
+            self._encode(slot, slot.codec, torch.zeros(1, dtype=torch.int32, device=self.device))
             slot.dirty = dirty                      # written here since: the repair looks whether that fits
 
     def _left_out(self, slot: Slot) -> bool:
@@ -153,7 +168,8 @@ class FrameCache:
         return True
 
     def _drop(self, slot: Slot, reason: str) -> None:
-        self._ways.forget()
+        if slot.codec is not None or slot.frame is not None or slot.reason != reason:
+            self._ways.forget()
         slot.codec = slot.frame = slot.print = None
         slot.reason = reason
         self._hold(slot, 0)
@@ -162,8 +178,8 @@ class FrameCache:
 
     def _codec(self, slot: Slot) -> Codec:
         config = self.runtime.config
-        return CODECS[config.integrity].of(slot.dtype, slot.numel, self._device.type, spill_per_tile=slot.capacity.spill_per_tile,
-                                           level=self._ways.level, kernels=self.runtime.kernels[self._device.type])
+        return CODECS[config.integrity].of(slot.dtype, slot.numel, self.device.type, spill_per_tile=slot.capacity.spill_per_tile,
+                                           level=self._ways.level, kernels=self.runtime.kernels[self.device.type])
 
     def _reserve(self, slot: Slot, codec: Codec) -> bool:
         wanted = codec.frame_bytes + fingerprint_bytes(slot.numel)
@@ -177,17 +193,20 @@ class FrameCache:
         slot.held_bytes = num_bytes
 
     def _data(self, source: torch.Tensor) -> torch.Tensor:
-        if source.device == self._device and source.dim() == 1 and not source.requires_grad:
+        if source.device == self.device and source.dim() == 1 and not source.requires_grad:
             return source
-        return source.detach().to(self._device).view(-1)
+        return source.detach().to(self.device).view(-1)
 
     def _encode(self, slot: Slot, codec: Codec, status: torch.Tensor) -> None:
+        if slot.codec is None or slot.codec is not codec and slot.codec != codec:
+            self._ways.forget()
         if slot.frame is None or slot.frame.numel() != codec.frame_bytes:
-            slot.frame = torch.empty(codec.frame_bytes, dtype=torch.uint8, device=self._device)
+            self._ways.forget()
+            slot.frame = torch.empty(codec.frame_bytes, dtype=torch.uint8, device=self.device)
         self._wait_for_writes()
         self._read.join()
-        if self._join_sent is not None:
-            self._join_sent()
+        if self.join_sent is not None:
+            self.join_sent()
         source = slot.source()
         data = self._data(source)
         codec.encode(data.view(1, -1), slot.frame.view(1, -1), status)
@@ -207,7 +226,7 @@ class FrameCache:
         if not known:
             self.stats.unknown_writes += 1
             log.warning("%s was changed by a writer that ds_zipccl does not know; its frame was made again", slot.name)
-        status = torch.zeros(1, dtype=torch.int32, device=self._device)
+        status = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._hold(slot, slot.codec.frame_bytes + fingerprint_bytes(slot.numel))
         self._encode(slot, slot.codec, status)
         if not split_status(int(status))[0]:
@@ -232,7 +251,7 @@ class FrameCache:
         if self.compares_on_host:
             return torch.equal(now, slot.print)
         if self._mismatch is None:
-            self._mismatch = torch.zeros(len(self.slots), dtype=torch.bool, device=self._device)
+            self._mismatch = torch.zeros(len(self.slots), dtype=torch.bool, device=self.device)
         self._used_here(slot.print)
         self._has_compared = True
         self._mismatch[slot.index:slot.index + 1].logical_or_((now != slot.print).any())      # the host does not wait for it
@@ -255,9 +274,13 @@ class FrameCache:
 
     # -- gathered
 
-    def gather(self, slots: list[Slot], make_outs: MakeOuts) -> PieceGather | SymmetricWork | None:
+    def gather(self, slots: list[Slot], make_outs: MakeOuts,
+               bases: list[torch.Tensor] | None = None) -> PieceGather | SymmetricWork | None:
         """Launches the gather of these slots on the current stream: its ``wait()`` makes the outputs ready on the then current one. None
-        (counted with its reason): gather them without frames."""
+        (counted with its reason): gather them without frames.
+
+        ``bases``: the tensors that the slots' data are parts of; then such a gather may be ``known`` the next time, whose outputs are
+        those that the made ones are parts of, each once, in their order."""
         self.settle()
         way, reason = self._ways.choose(slots)
         if reason is None and any(slot.stale and slot.eligible for slot in slots):
@@ -268,11 +291,9 @@ class FrameCache:
             for slot in slots:
                 self.stats.bypassed[reason if slot.may_have_frame else slot.reason] += 1
             return None
-        self.runtime.advance(self.group)
-        self.runtime.before_native(self.group, self._device)
-        self._wait_for_writes()
+        self.before_gather()
         sources, self._has_compared = [slot.source() for slot in slots], False
-        boundary = None if self.runtime.config.integrity == "roundtrip" else self._boundary() if self.guard else _ANY
+        boundary = self.boundary
         try:
             failure = None
             for slot, source in zip(slots, sources, strict=True):
@@ -282,7 +303,7 @@ class FrameCache:
                     self._bring_up_to_date(slot, source, way)
         except FrameError as error:
             failure = error
-        gather, row = self._launch(slots, sources, make_outs, way)
+        gather, row = self._launch(slots, sources, make_outs, way, bases)
         if way != ONE_SIDED or self._has_compared:
             self._read.set()
         if way != ONE_SIDED:                        # else the transport keeps them
@@ -293,16 +314,22 @@ class FrameCache:
         self._count(slots, row, way)
         return gather
 
-    def _launch(self, slots: list[Slot], sources: list[torch.Tensor], make_outs: MakeOuts,
-                way: str) -> tuple[PieceGather | SymmetricWork, int]:
+    def known(self, slots: list[Slot]) -> KnownGather | None:
+        """To launch gathers of these slots like the last one."""
+        return self._ways.known_gather(slots)
+
+    def _launch(self, slots: list[Slot], sources: list[torch.Tensor], make_outs: MakeOuts, way: str,
+                bases: list[torch.Tensor] | None) -> tuple[PieceGather | SymmetricWork, int]:
         """(the gather, how many bytes it sends to each peer)"""
         if way == ONE_SIDED:
-            self.runtime.state(self.group, self._device).settle()           # resends must be queued before what waits for peers
+            self.runtime.state(self.group, self.device).settle()           # resends must be queued before what waits for peers
             kinds, arranged = self._ways.rows(slots)
             rows = [Row(self._data(source), out, kind[0], s.frame, kind[2])
                     for s, source, out, kind in zip(slots, sources, make_outs(), kinds, strict=True) if s.numel]
             work = self._ways.transport.gather_rows(rows, arranged)
-            self._join_sent = work.join
+            self.join_sent = work.join
+            if bases is not None:
+                self._ways.know(self, slots, bases, rows, work.sent_bytes)
             return work, work.sent_bytes // (self.group.size() - 1)
         pieces = [Piece(self._data(source), s.frame, s.codec) for s, source in zip(slots, sources, strict=True)]
         gather = PieceGather(pieces, make_outs, self.group, self.runtime.workspace)
@@ -327,16 +354,17 @@ class FrameCache:
     # -- streams
 
     def _note_write(self) -> None:
+        self.num_writes += 1
         self._written.set()
         self._waiting.clear()
 
     def _used_here(self, tensor: torch.Tensor | None) -> None:
         """Dropping it must wait for what is queued now: frames are made, sent and compared on different streams."""
         if tensor is not None and tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(self._device))
+            tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def _wait_for_writes(self) -> None:
-        stream = streams.current(self._device)
+        stream = streams.current(self.device)
         if stream not in self._waiting:
             self._written.join()
             self._waiting.add(stream)

@@ -8,8 +8,11 @@ import torch
 from ds_zipccl.codec.codec import Codec
 from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.codec.format import layout
+from ds_zipccl.collectives import all_gather
 from ds_zipccl.collectives.capacity import Capacity
 from ds_zipccl.kernels.geometry import Geometry
+
+OP = all_gather.SPEC.name
 
 
 @dataclass

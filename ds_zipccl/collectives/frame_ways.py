@@ -10,14 +10,14 @@ from ds_zipccl.codec.codec import Codec
 from ds_zipccl.collectives import all_gather, streams, switch
 from ds_zipccl.collectives.cached import PieceGather, row_bytes, trial_frames
 from ds_zipccl.collectives.cost import MIN_GAIN, NATIVE, ONE_SIDED, ZIPPED
-from ds_zipccl.collectives.frame_slot import Slot
+from ds_zipccl.collectives.frame_known import KnownGather, all_in
+from ds_zipccl.collectives.frame_slot import OP, Slot
 from ds_zipccl.collectives.one_sided import ranges_of_row
 from ds_zipccl.collectives.registry import Call
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.collectives.symmetric import SymmetricTransport
 from ds_zipccl.collectives.symmetric_plan import Arranged, Row
 
-OP = all_gather.SPEC.name
 MAX_SETS = 4096             # of slots that are gathered together
 
 
@@ -25,7 +25,7 @@ MAX_SETS = 4096             # of slots that are gathered together
 class _Set:
     """What is known of slots that are gathered together, while their layouts stay. ``against``: why they are not worth their frames,
     whatever the way; ``whole_bytes``: natively; ``row_bytes``: of a rank, with frames; ``ratio``: of raw bytes to these; ``kinds``:
-    ``Slot.kind`` of each; ``arranged``: for ``transport``; None: it has no room."""
+    ``Slot.kind`` of each; ``arranged``: for ``transport``; None: it has no room. ``known``: to gather them like the last time."""
     against: str | None
     whole_bytes: int
     row_bytes: int
@@ -34,6 +34,8 @@ class _Set:
     is_level_1: bool
     transport: SymmetricTransport | None = None
     arranged: Arranged | None = None
+    num_one_sided: int = 0              # gathers
+    known: KnownGather | None = None
 
 
 class Ways:
@@ -67,7 +69,34 @@ class Ways:
 
     def forget(self) -> None:
         """What is known of slots together: their layouts, or reasons, may change."""
+        for found in self._sets.values():
+            if found.known is not None:
+                found.known.end()
         self._sets.clear()
+
+    def known_gather(self, slots: list[Slot]) -> KnownGather | None:
+        found = self._sets.get(tuple(slots))
+        return found and found.known
+
+    def know(self, cache, slots: list[Slot], bases: list[torch.Tensor], rows: list[Row], sent_bytes: int) -> None:
+        """After they went one-sided, as ``rows``, which are not empty: what comes again is known from the second time on."""
+        found, wholes = self._known(slots), {}
+        found.num_one_sided += 1
+        if found.known is not None and found.known.holds_again(streams.current(self._device), bases):
+            return
+        if found.known is not None:
+            found.known.end()
+            found.known = None
+        if found.num_one_sided < 2 or not hasattr(found.transport, "known_rows") or not all_in(bases, [row.data for row in rows]):
+            return
+        for out in [row.out for row in rows]:
+            whole = out if out._base is None else out._base
+            wholes[id(whole)] = whole
+        launches = found.transport.known_rows(rows, found.arranged, list(wholes.values()))
+        if launches is not None:
+            measured = None if self._runtime.router.wanted else self._state.measured("cached_all_gather", slots[0].dtype)
+            raw_bytes = sum(slot.raw_bytes for slot in slots) * (self._group.size() - 1)
+            found.known = KnownGather(cache, slots, bases, launches, measured, (found.whole_bytes, None), (raw_bytes, sent_bytes))
 
     def rows(self, slots: list[Slot]) -> tuple[list[tuple], Arranged]:
         """For slots that go one-sided: ``Slot.kind`` of each, and how those that are not empty are arranged."""
@@ -79,7 +108,7 @@ class Ways:
         known = self._sets.get(key)
         if known is None:
             if len(self._sets) >= MAX_SETS:
-                self._sets.clear()
+                self.forget()
             known = self._sets[key] = self._look_at(slots)
         return known
 

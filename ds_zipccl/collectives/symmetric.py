@@ -19,10 +19,11 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from ds_zipccl.codec.format import DEFAULT_SPILL_PER_TILE
 from ds_zipccl.collectives import streams, symmetric_plan
+from ds_zipccl.collectives.symmetric_known import Known, KnownRows
 from ds_zipccl.collectives.symmetric_plan import FIRST_PART_BYTES, LAST_PART_BYTES, Arranged, Layout, Plan, Row, words_bytes
 from ds_zipccl.errors import KernelError
 from ds_zipccl.kernels.geometry import Geometry
-from ds_zipccl.kernels.symmetric_calls import NOT_SO, Exchange, Place, Repeat, refused
+from ds_zipccl.kernels.symmetric_calls import MAX_OUTPUTS, Exchange, Place
 from zipscape.errors import ZipScapeError
 
 NUM_LANES = 2               # streams on which copy engines take turns: one begins while another ends
@@ -86,9 +87,9 @@ class SymmetricTransport:
     def __init__(self, engine, workspace, rank: int, device: torch.device, world_size: int, room: int, overflows: torch.Tensor, keep_alive):
         """``workspace(stream, num_words)``: the address of encode's workspace."""
         self.device, self.rank, self.world_size = device, rank, world_size
-        self.engine, self._workspace, self._room, self._overflows, self._keep_alive = engine, workspace, room, overflows, keep_alive
+        self.engine, self.workspace, self._room, self._overflows, self._keep_alive = engine, workspace, room, overflows, keep_alive
         self._status = torch.zeros(1, dtype=torch.int32, device=device)
-        self._status_at = self._status.data_ptr()
+        self.status_at = self._status.data_ptr()
         self.num_calls, self._ended = 0, False
         self.kept: dict[int, tuple] = {}                   # tensors by call, of those that may not be done
         self.first_bytes, self.largest_bytes = FIRST_PART_BYTES, LAST_PART_BYTES
@@ -123,17 +124,20 @@ class SymmetricTransport:
         if copy[0] == copy[1]:
             copy = (0, 0, 0)
         is_carried = cut.raw_bytes <= (self.carried_bytes if made is None else self.carried_made_bytes)
-        workspace = self._workspace(stream, cut.words) if cut.words else 0
+        workspace = self.workspace(stream, cut.words) if cut.words else 0
         self.engine.run(Exchange(rows, row_stride, out, out_stride, own, *copy, self.num_lanes, cut.num_parts,
-                                  cut.parts, made, places, self._status_at, workspace, stream,
+                                  cut.parts, made, places, self.status_at, workspace, stream,
                                   self.num_senders if is_carried else 0, max(1, self.num_receivers // self.num_sharing),
                                   self.num_groups))
-        self.num_calls += 1
-        call = self.num_calls
+        return self.launched(tensors, others, stream, cut.sent_bytes * (self.world_size - 1))
+
+    def launched(self, tensors: tuple[torch.Tensor, ...], others: tuple, stream: int, sent_bytes: int) -> SymmetricWork:
+        """The engine has queued a call on ``stream`` that uses ``tensors``, its output first, and ``others``, which are about anyway."""
+        call = self.num_calls = self.num_calls + 1
         self.kept[call] = tensors, others, stream
         if call % KEPT_UNASKED == 0:
             self.drop_done(stream)
-        return SymmetricWork.of(self, call, tensors[0], cut.sent_bytes * (self.world_size - 1))
+        return SymmetricWork.of(self, call, tensors[0], sent_bytes)
 
     def drop_done(self, stream: int) -> None:
         """Forgets what calls that are done used, and that of the oldest ones where too many are not: ``stream`` waits for those."""
@@ -184,7 +188,7 @@ class SymmetricTransport:
         place there."""
         return self._run_laid_out("reduce_scatter", out, data)
 
-    def _layout(self, name: str, out: torch.Tensor, data: torch.Tensor) -> Layout:
+    def layout(self, name: str, out: torch.Tensor, data: torch.Tensor) -> Layout:
         numel, item, world = data.numel(), data.element_size(), self.world_size
         if name == "all_gather":
             return Layout(self.plan(data.dtype, numel, True), 0, numel * item, -1, self.rank * numel * item, 0, numel * item)
@@ -194,26 +198,27 @@ class SymmetricTransport:
         return Layout(cut, row, 0, self.rank * row, 0, 0, 0)
 
     def _run_laid_out(self, name: str, out: torch.Tensor, data: torch.Tensor) -> SymmetricWork | None:
-        cut, row_stride, out_stride, own, copy_to, copy_from, copy_bytes = self._layout(name, out, data)
+        cut, row_stride, out_stride, own, copy_to, copy_from, copy_bytes = self.layout(name, out, data)
         x, to = data.data_ptr(), out.data_ptr()
         return self._run(cut, x, row_stride, to, out_stride, (out, data), own=0 if own < 0 else x + own,
                          copy=(to + copy_to, x + copy_from, copy_bytes) if copy_bytes else (0, 0, 0))
 
-    def known(self, name: str, out: torch.Tensor, data: torch.Tensor) -> "Known | None":
+    def known(self, name: str, out: torch.Tensor, data: torch.Tensor) -> Known | None:
         """What it takes to make such calls again on the current stream; of flat tensors of these sizes. None: they cannot be made."""
-        cut, row_stride, out_stride, *places, copy_bytes = self._layout(name, out, data)
-        if cut is None or self._ended or torch.cuda.current_device() != self.device.index:
-            return None
-        stream, is_carried = streams.current(self.device), cut.raw_bytes <= self.carried_bytes
-        exchange = Exchange(0, row_stride, 0, out_stride, 0, 0, 0, copy_bytes, self.num_lanes, cut.num_parts, cut.parts, None, None,
-                            self._status_at, self._workspace(stream, cut.words) if cut.words else 0, stream,
-                            self.num_senders if is_carried else 0, 0, self.num_groups)
-        return Known(self, Repeat(self.engine.address, exchange, *places, self.device.index or 0), cut, stream)
+        return Known.of(self, name, out, data) if self._may_be_known() else None
+
+    def known_rows(self, rows: list[Row], arranged: Arranged, outputs: list[torch.Tensor]) -> KnownRows | None:
+        """What it takes to gather these rows, whose data and frames stay where they are, again on the current stream. ``outputs``: what the
+        rows' ``out`` are parts of, dense; the next ones will be others of the same sizes."""
+        return KnownRows.of(self, rows, arranged, outputs) if self._may_be_known() and len(outputs) <= MAX_OUTPUTS else None
+
+    def _may_be_known(self) -> bool:
+        return not self._ended and torch.cuda.current_device() == self.device.index
 
     def join(self, call: int) -> None:
         if self._ended:
             return
-        if torch.cuda.current_device() != self.device.index:            # CUDA would take its default stream
+        if streams.current_device() != self.device.index:               # CUDA would take its default stream
             with torch.cuda.device(self.device):
                 return self.join(call)
         stream = streams.current(self.device)
@@ -262,29 +267,6 @@ class SymmetricTransport:
         self.engine.close()
         self.kept.clear()
         self._keep_alive = None
-
-
-class Known:
-    """Calls of one kind on one stream, made again by one call of C: ``repeats.Repeats``. ``stream``: its handle."""
-    __slots__ = ("transport", "stream", "sent_bytes", "_fire", "_address", "_kept")
-
-    def __init__(self, transport: SymmetricTransport, repeat: Repeat, cut: Plan, stream: int):
-        self.transport, self.stream, self.sent_bytes = transport, stream, cut.sent_bytes * (transport.world_size - 1)
-        self._fire, self._address, self._kept = transport.engine.repeat, ctypes.addressof(repeat), (repeat, cut)
-
-    def launch(self, out: torch.Tensor, data: torch.Tensor) -> SymmetricWork | None:
-        """None: another device is current, or the stream is captured; nothing has happened."""
-        transport = self.transport
-        code = self._fire(self._address, data.data_ptr(), out.data_ptr(), max(1, transport.num_receivers // transport.num_sharing))
-        if code == NOT_SO:
-            return None
-        if code:
-            refused("call", code)
-        call = transport.num_calls = transport.num_calls + 1
-        transport.kept[call] = (out, data), (), self.stream
-        if call % KEPT_UNASKED == 0:
-            transport.drop_done(self.stream)
-        return SymmetricWork.of(transport, call, out, self.sent_bytes)
 
 
 def _share(transports) -> None:

@@ -36,7 +36,13 @@ class Repeat(ctypes.Structure):
     _fields_ = [("engine", _P), ("exchange", Exchange), ("own", _I), ("copy_to", _I), ("copy_from", _I), ("device", _I)]
 
 
+class Regather(ctypes.Structure):
+    """Gathers of rows like an earlier one (exchange.h has the meaning): for ``SymmetricCalls.gather``."""
+    _fields_ = [("engine", _P), ("exchange", Exchange), ("which", ctypes.POINTER(_I)), ("device", _I)]
+
+
 NOT_SO = -1000              # exchange.h's kNotSo
+MAX_OUTPUTS = 510           # symmetric.cu's
 _ARGUMENTS = {
     "open": [_I, _I, ctypes.POINTER(_P), _I, _P, _P, _P, _I, _P, ctypes.POINTER(_P)],
     "run": [_P, ctypes.POINTER(Exchange)],
@@ -44,6 +50,7 @@ _ARGUMENTS = {
     "step": [_P],
     "join": [_P, _I, _P],
     "repeat": [_P, _P, _P, _I],
+    "gather": [_P, _P, _I],
     "is_done": [_P, _I],
 }
 
@@ -74,8 +81,13 @@ class SymmetricCalls:
             setattr(self, name, function())
         self.library = library
         #: ``repeat(address of a Repeat, x, out, num_receivers)``: queues the call, 0, NOT_SO or what ``refused`` raises;
-        #: ``join(handle, call, stream)``: ``Engine.join``. They take ints.
-        self.repeat, self.join = python_calls.functions(library, "zipccl_symmetric", "repeat", "join") or (self._repeat, self._join)
+        #: ``join(handle, call, stream)``: ``Engine.join``; ``gather(address of a Regather, num_receivers, output, ...)``: as ``repeat``, of
+        #: as many outputs as it has, MAX_OUTPUTS at most. They take ints.
+        self.repeat, self.join, self.gather = python_calls.functions(library, "zipccl_symmetric", "repeat", "join", "gather") or (
+            self._repeat, self._join, self._gather_of_few)
+
+    def _gather_of_few(self, address: int, num_receivers: int, *outs: int) -> int:
+        return self._gather(address, (ctypes.c_uint64 * len(outs))(*outs), num_receivers)
 
     def open(self, rank: int, memory: list[int], num_bytes: int, scratch: int, overflows: int, errors: int, timeout_ns: int,
              encode) -> "Engine":
@@ -95,7 +107,7 @@ class Engine:
 
     def __init__(self, calls: SymmetricCalls, handle: ctypes.c_void_p):
         self._calls, self._handle = calls, handle
-        self.repeat, self._join, self.address = calls.repeat, calls.join, handle.value
+        self.repeat, self.gather, self._join, self.address = calls.repeat, calls.gather, calls.join, handle.value
 
     def run(self, exchange: Exchange) -> None:
         """Queues a call. The same calls in the same order on all ranks; calls are counted from 1."""

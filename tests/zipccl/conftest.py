@@ -6,6 +6,7 @@ import pytest
 
 from ds_zipccl.kernels import loader, ops
 from tests.zipccl.stream_fixtures import gpu, library, live  # noqa: F401
+from tests.zipccl.symmetric_ranks import libraries  # noqa: F401
 
 os.environ.setdefault("ZIPCCL_MAILBOX_LAG", "1")        # read by the processes of ranks
 

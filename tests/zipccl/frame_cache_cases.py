@@ -45,6 +45,7 @@ class World:
         self.runtime = Runtime(config, {DEVICE: loader.resolve("best", DEVICE)})
         self.stats, self.forward, self.world_size = CacheStats(config.max_cache_bytes), 0, world_size
         self.cache = FrameCache(self.runtime, dist.group.WORLD, device(), self.stats, lambda: self.forward)
+        self.num_known = 0                  # gathers that were launched like an earlier one
         self.shards = [data_of(dist.get_rank(), n, i) for i, n in enumerate(numels)]
         self.expected = [torch.stack([data_of(r, n, i) for r in range(world_size)]) for i, n in enumerate(numels)]
         for i, shard in enumerate(self.shards):
@@ -63,8 +64,10 @@ class World:
 
     def gather(self):
         """Gathers all shards and compares bits; None if the cache would rather not."""
-        outs = self.outs()
-        gather = self.cache.gather(self.cache.slots, lambda: outs)
+        outs, known = self.outs(), self.cache.known(self.cache.slots)
+        gather = known and known.launch(outs)
+        self.num_known += gather is not None
+        gather = gather or self.cache.gather(self.cache.slots, lambda: outs, self.shards)
         if gather is None:
             return None
         gather.wait()

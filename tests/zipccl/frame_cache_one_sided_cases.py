@@ -12,7 +12,7 @@ from ds_zipccl.collectives.cost import Curve
 from ds_zipccl.collectives.symmetric_plan import words_bytes
 from tests.helpers.bits import assert_same_bits
 from tests.zipccl import frame_cache_cases
-from tests.zipccl.frame_cache_cases import World, data_of, device
+from tests.zipccl.frame_cache_cases import NUMEL, World, data_of, device
 from tests.zipccl.one_sided_stand_in import LARGE, MIDDLE, ONE_SIDED, SLOW, SMALL, measured_at_three_sizes, stand_ins
 
 AG = "all_gather_into_tensor"
@@ -204,6 +204,74 @@ def case_frames_are_of_level_1(rank, world_size):
     world.close()
 
 
+def known_of(world, num_gathers: int = 1) -> int:
+    """How many of so many gathers were launched like an earlier one."""
+    before = world.num_known
+    for _ in range(num_gathers):
+        world.gather()
+    return world.num_known - before
+
+
+@one_sided_only
+def case_gathers_like_an_earlier_one(rank, world_size):
+    """... are launched by one call of C, until a frame, its place, or what it is made of is not what it was: on this rank, or on all."""
+    numels = (5000, 33, 70_001)
+    world = World(world_size, numels)
+    assert known_of(world, 5) == 3
+    known = world.cache.known(world.cache.slots)
+
+    def write(seed, on=None, spread=0.0):
+        for i, n in enumerate(numels):
+            world.write(i, lambda r, i=i, n=n: data_of(r, n, seed + i, spread if i == 2 else 0.0), on=on)
+
+    write(100)
+    world.cache.changed(world.cache.slots)
+    world.cache.refresh()
+    assert known_of(world, 3) == 2 and world.cache.known(world.cache.slots) is known           # the first reads the ranks' words
+    write(200, on=1)
+    if rank == 1:
+        world.cache.changed_here(world.cache.slots)
+    assert known_of(world) == (rank != 1) and known_of(world, 2) == 2 and world.stats.unknown_writes == 0
+    world.forward += 1
+    assert known_of(world) == 0 and known_of(world, 2) == 2 and world.cache.known(world.cache.slots) is known      # compared
+    write(300, on=0)
+    world.forward += rank == 0
+    assert ONE_SIDED or known_of(world) == (rank != 0) and world.stats.unknown_writes == 2 * (rank == 0)           # a writer nobody knows
+    if rank == 0:
+        world.shards[0].data = world.shards[0].clone()              # reload_states moves shards so
+        world.cache.changed_here(world.cache.slots[:1])
+    assert ONE_SIDED or known_of(world) == (rank != 0)
+    assert known_of(world, 2) == 2                                  # rows are elsewhere, and were described anew
+    world.cache.free()
+    assert known_of(world, 3) == 1
+    write(400, spread=2.0)
+    world.cache.changed(world.cache.slots)
+    assert known_of(world, 4) == 2                                  # other layouts
+    if world.shards[2]._version is not None and not ONE_SIDED:
+        world.write(2, lambda r: data_of(r, numels[2], 500), on=0)
+        if rank == 0:
+            world.shards[2].add_(0)                                 # seen at once, by its version
+        assert known_of(world) == (rank != 0) and known_of(world) == 1
+    row, stats = world.runtime.stats.snapshot()[AG], world.stats
+    assert row["calls_one_sided"] == row["calls_zipped"] == stats.gathers == stats.one_sided and row["wire_bytes"] == stats.wire_bytes
+    assert stats.shards == 2 * stats.gathers and stats.bypassed == {"no_gain": stats.gathers} and row["raw_bytes"] == stats.raw_bytes
+    if not ONE_SIDED:
+        world.cache._ways.transport.is_open = False
+        assert world.cache.known(world.cache.slots).launch(world.outs()) is None
+    world.close()
+    assert known._rows is None and not known._places                # holds no memory
+
+
+@one_sided_only
+def case_copies_are_not_known(rank, world_size):
+    """A shard that has to be copied first: nobody may send the last copy again."""
+    world = World(world_size, (NUMEL,))
+    for slot in world.cache.slots:
+        slot.source = lambda shard=world.shards[0]: shard.clone().requires_grad_()
+    assert known_of(world, 3) == 0
+    world.close()
+
+
 def case_why_not(rank, world_size):
     """Over the process group, counted, with frames all the same."""
     frame_cache_cases.SETTINGS = {"transport": "symmetric_memory"}
@@ -258,7 +326,7 @@ def case_the_switch_picks_each_of_three_ways(rank, world_size):
     with measured_at_three_sizes(each_in_turn), stand_ins() as opened:
         for whole, way in ((SMALL, "native"), (MIDDLE, "zipped"), (LARGE, "one-sided")):
             world = World(world_size, (whole // 2 // world_size,), **settings)
-            assert ways(world, 3) == [way] * 3, whole
+            assert ways(world, 4) == [way] * 4 and world.num_known == (2 if way == "one-sided" else 0), whole
             costs = world.runtime.state(dist.group.WORLD, device()).measured("cached_all_gather", torch.bfloat16).costs
             assert costs.one_sided is not None
             assert world.cache.slots[0].codec is None or world.cache.slots[0].codec.geometry.level == 1

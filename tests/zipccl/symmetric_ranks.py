@@ -1,17 +1,32 @@
-"""Emulated ranks of the one-sided transport in one process, for test_symmetric.py: they take turns, one step each."""
+"""Emulated ranks of the one-sided transport in one process, for test_symmetric.py and test_symmetric_known.py: they take turns, one step
+each."""
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 from ds_zipccl.codec.format import TILE_ELEMS
 from ds_zipccl.collectives.symmetric_plan import plan, words_bytes
-from ds_zipccl.kernels.symmetric_calls import Exchange
+from ds_zipccl.kernels.cuda_calls import CudaCalls
+from ds_zipccl.kernels.symmetric_calls import Exchange, Place, Regather, SymmetricCalls
+from tests.helpers.emulated import compile_for_host
+from zipscape.op_builder.zipccl import ZIPCCL_CUDA, ZIPCCL_SYMMETRIC
 
 BITS = {2: torch.int16, 4: torch.int32}
 CARRIED = 10                                               # and so many lanes: messages are carried by kernels
 NUM_SENDERS, NUM_RECEIVERS = 3, 5                          # CTAs: fewer than there are pieces
 FIRST, LARGEST = TILE_ELEMS * 2, 2 * TILE_ELEMS * 2        # parts of one and two tiles of BF16
 TIMEOUT_NS = 10_000_000                                    # of the emulated clock, which moves when it is read
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory):
+    """(CudaCalls, SymmetricCalls) of the emulated kernels."""
+    folder = tmp_path_factory.mktemp("emulated")
+    with ThreadPoolExecutor(2) as pool:
+        codec, symmetric = pool.map(lambda library: ctypes.CDLL(str(compile_for_host(folder, library))), (ZIPCCL_CUDA, ZIPCCL_SYMMETRIC))
+    return CudaCalls(codec), SymmetricCalls(symmetric)
 
 
 class Ranks:
@@ -109,6 +124,16 @@ class InTurn:
         exchange, p = Exchange(), ctypes.c_void_p
         self._library.zipccl_symmetric_exchange_of(p(address), p(x), p(out), ctypes.c_int64(num_receivers), ctypes.byref(exchange))
         self.calls.append(exchange)
+        return 0
+
+    def gather(self, address, num_receivers, *outs):
+        regather = Regather.from_address(address)
+        places = (Place * regather.exchange.num_parts)()
+        self._library.zipccl_symmetric_places_of(ctypes.c_void_p(address), (ctypes.c_uint64 * len(outs))(*outs), places)
+        exchange = Exchange.from_buffer_copy(regather.exchange)
+        exchange.places, exchange.num_receivers = places, num_receivers
+        self.calls.append(exchange)
+        self._kept = places
         return 0
 
     def is_done(self, call):

@@ -2,7 +2,6 @@
 the rank-order sum. Races, and what links do, need GPUs."""
 import ctypes
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -13,34 +12,20 @@ from ds_zipccl.codec.format import SPILL_MASK, SPILL_SHIFT, TILE_ELEMS, layout
 from ds_zipccl.collectives import symmetric
 from ds_zipccl.collectives.symmetric import MAX_RANKS, RECEIVERS_PER_MULTIPROCESSOR, SymmetricTransport, why_not
 from ds_zipccl.collectives.symmetric_plan import NUM_IN_RING, Row, in_turn, part_sizes, plan, slot_bytes, words_bytes
-from ds_zipccl.errors import KernelError
-from ds_zipccl.kernels.cuda_calls import CudaCalls
 from ds_zipccl.kernels.rank_order import sum_in_order
-from ds_zipccl.kernels.symmetric_calls import NOT_SO, SymmetricCalls
-from tests.helpers.emulated import compile_for_host
 from tests.zipccl.symmetric_ranks import (
     CARRIED,
     FIRST,
     LARGEST,
-    NUM_SENDERS,
     InTurn,
     Ranks,
     gaussians,
     random_bits,
     same_bits,
 )
-from zipscape.op_builder.zipccl import ZIPCCL_CUDA, ZIPCCL_SYMMETRIC
 
 LANES = pytest.mark.parametrize("num_lanes", [1, 2, CARRIED + 1, CARRIED + 2],
                                 ids=["1_lane", "2_lanes", "carried", "carried_2_lanes"])
-
-
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory) -> tuple[CudaCalls, SymmetricCalls]:
-    folder = tmp_path_factory.mktemp("emulated")
-    with ThreadPoolExecutor(2) as pool:
-        codec, symmetric = pool.map(lambda library: ctypes.CDLL(str(compile_for_host(folder, library))), (ZIPCCL_CUDA, ZIPCCL_SYMMETRIC))
-    return CudaCalls(codec), SymmetricCalls(symmetric)
 
 
 def check_all(ranks: Ranks, n: int, dtype, makers, seed: int) -> None:
@@ -201,49 +186,6 @@ def test_rows_with_and_without_frames(libraries, num_lanes, world_size, monkeypa
         num_raw += (world_size - 1) * sum(makers[-1] is random_bits and kind != "as it is" and n > 1 for kind, n, makers in chosen)
     assert ranks.overflows.sum(1).tolist() == [0] * (world_size - 1) + [num_raw] and not ranks.errors.any()
     assert transports[0].arrange(((layout(TABLE[0], 16 * TILE_ELEMS), False, False),)) is None
-
-
-@pytest.mark.parametrize("num_lanes", [2, CARRIED + 2])
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "reduce_scatter"])
-def test_known_calls_are_the_same_calls(libraries, num_lanes, world_size, name, monkeypatch):
-    """... of other tensors, also in place; by one call of C that is given their addresses."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    n, room = 5 * TILE_ELEMS + 77, NUM_IN_RING * 8 * world_size * TILE_ELEMS
-    ranks, others = (Ranks(libraries, world_size, room, num_lanes) for _ in range(2))
-    transports = [SymmetricTransport(InTurn(ranks.calls.library), lambda stream, words: ranks.workspace.data_ptr(), r, torch.device("cpu"),
-                                     world_size, ranks.room, ranks.overflows[r], None) for r in range(world_size)]
-    shape = (n,) if name == "all_gather" else (world_size, n)
-    known = []
-    for turn in range(3):
-        data = [gaussians(10 * turn + r, shape, torch.bfloat16) for r in range(world_size)]
-        expected = getattr(others, name)(data)
-        outs = [torch.full_like(each, 5).contiguous() for each in expected]
-        if turn == 2 and name != "all_to_all":                          # in place
-            for r in range(world_size):
-                if name == "all_gather":
-                    outs[r][r] = data[r]
-                    data[r] = outs[r][r]
-                else:
-                    outs[r] = data[r][r]
-        for r, transport in enumerate(transports):
-            transport.first_bytes, transport.largest_bytes, transport.num_lanes = FIRST, LARGEST, num_lanes % CARRIED
-            transport.num_senders, transport.num_receivers, transport.carried_bytes = NUM_SENDERS, 5, 1 << 30 if num_lanes > CARRIED else 0
-            out, x = outs[r].view(-1), data[r].view(-1)
-            work = known[r].launch(outs[r], data[r]) if turn else getattr(transport, name)(out, x)
-            known.append(transport.known(name, out, x))
-            assert work.sent_bytes == known[r].sent_bytes > n and transport.num_calls == turn + 1 and len(transport.kept) == turn + 1
-        ranks.run([transport.engine.calls[-1] for transport in transports])
-        assert all(same_bits(out, right) for out, right in zip(outs, expected, strict=True)), turn
-    monkeypatch.setattr(transports[0].engine, "repeat", lambda *_: NOT_SO)
-    known[0]._fire = transports[0].engine.repeat
-    assert known[0].launch(outs[0], data[0]) is None and transports[0].num_calls == 3
-    known[0]._fire = lambda *_: 700
-    with pytest.raises(KernelError, match="700"):
-        known[0].launch(outs[0], data[0])
-    assert transports[0].known(name, outs[0].view(-1), data[0].view(-1)) is not None
-    transports[0]._end()
-    assert transports[0].known(name, outs[0].view(-1), data[0].view(-1)) is None
 
 
 @pytest.mark.parametrize("num_lanes, num_tiles, num_queued",

@@ -4,6 +4,7 @@
 subclass of what it was. Source of the seam: deepspeed/comm/comm.py (module global ``cdb``), deepspeed/comm/torch.py
 (TorchBackend), 0.19.8.
 """
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -34,6 +35,7 @@ class ZippedCollectives(NativeCollectives):
 
     zipccl: Runtime
     zipccl_known: Callable          # its ``native_calls.find``
+    zipccl_later: list[dist.Work] | None = None         # see ``waiting_later``
     zipccl_direct: bool             # what is known to go native may be launched as DeepSpeed's methods do, without these
 
     def _zipccl_run(self, op: str, output, data, group, async_op: bool, native, **fields):
@@ -51,7 +53,10 @@ class ZippedCollectives(NativeCollectives):
             return native()
         if async_op:
             return work
-        work.wait()
+        if self.zipccl_later is not None and op == "reduce_scatter_tensor":
+            self.zipccl_later.append(work)
+        else:
+            work.wait()
         return None
 
     @disable_compiler_collective
@@ -178,6 +183,21 @@ def _only_calls_torch(cdb) -> bool:
             and not mori.is_enabled())
 
 
+@contextlib.contextmanager
+def waiting_later():
+    """The list of the zipped reduce-scatters that are called inside, synchronously too: the caller waits for them, and nobody looks at
+    their outputs before. Empty where nothing was zipped."""
+    cdb, works = deepspeed_comm.cdb, []
+    if not isinstance(cdb, ZippedCollectives):
+        yield works
+        return
+    cdb.zipccl_later = works
+    try:
+        yield works
+    finally:
+        cdb.zipccl_later = None
+
+
 def install(runtime: Runtime) -> None:
     """Swaps the class of DeepSpeed's live communication object. Needs init_distributed; all ranks must do it at the
     same point."""
@@ -206,3 +226,4 @@ def take_out() -> None:
 def _restore(cdb) -> None:
     cdb.__class__ = type(cdb).__bases__[-1]
     del cdb.zipccl, cdb.zipccl_known, cdb.zipccl_direct
+    cdb.__dict__.pop("zipccl_later", None)

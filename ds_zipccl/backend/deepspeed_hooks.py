@@ -13,7 +13,7 @@ import deepspeed
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ds_zipccl.backend import deepspeed_comm, deepspeed_reports, step_trials, zero3_params, zero12
+from ds_zipccl.backend import deepspeed_comm, deepspeed_reports, step_trials, zero3_params, zero3_reduce, zero12
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import loader
@@ -35,6 +35,7 @@ def install(engine_module) -> None:
     cls.step = _around_step(cls.step)
     zero3_params.install(cls)
     zero12.install()
+    zero3_reduce.install()
 
 
 def _after(method, then):

@@ -1,0 +1,134 @@
+"""ZeRO-3: a bucket of gradients is delivered when the next one is on its way.
+
+DeepSpeed reduce-scatters each bucket by a call that returns at once, on a stream that waits for the backward pass of the bucket's layers.
+A zipped call's ``wait()`` holds the host until the GPU has encoded, so right after the launch it would cost all the lead that the host has.
+One bucket later the status words are there. Until then the bucket's sums lie in a buffer of their own; they go where they belong in the
+same order and by the same arithmetic, and all of them before the end of the backward pass.
+
+The seam: ``__reduce_and_partition_ipg_grads``, in it ``partition_grads``, and ``independent_gradient_partition_epilogue``. Source:
+deepspeed/runtime/zero/stage3.py, 0.19.8.
+"""
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from ds_zipccl.backend.deepspeed_comm import waiting_later
+
+LATE = os.environ.get("ZIPCCL_LATE") == "1"            # not the default until a GPU has been seen to do it
+MAX_BYTES = 256 << 20       # of a bucket: it takes this much memory longer, and few large calls hold the host seldom
+ATTRIBUTE = "zipccl_reduce"             # of an optimizer: its Delay
+_REDUCE = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+
+
+@dataclass
+class Bucket:
+    """Launched, and not delivered yet: its parameters, this rank's parts of the sums, and the calls that make them."""
+    params: list
+    partitions: list[torch.Tensor]
+    works: list[dist.Work]
+
+
+@dataclass
+class Delay:
+    """Of an optimizer. ``works``: the calls of the bucket that is being reduced, if it may be delivered later."""
+    deliver: Callable
+    works: list[dist.Work] | None = None
+    last: Bucket | None = None
+    is_last: bool = False                       # the bucket at hand is the pass's last one
+
+    def deliver_last(self, optimizer) -> None:
+        """As DeepSpeed does right after its call."""
+        last, self.last = self.last, None
+        if last is not None:
+            with get_accelerator().stream(optimizer.reduce_and_partition_stream):
+                for work in last.works:
+                    work.wait()
+                self.deliver(optimizer, last.params, last.partitions)
+
+
+def install() -> None:
+    """Patches DeepSpeed's optimizer of stage 3. Patches chain. Without zipped calls they do nothing."""
+    cls = DeepSpeedZeroOptimizer_Stage3
+    setattr(cls, _REDUCE, _one_behind(getattr(cls, _REDUCE), cls.partition_grads))
+    cls.partition_grads = _keeping(cls.partition_grads)
+    cls.independent_gradient_partition_epilogue = _ending(cls.independent_gradient_partition_epilogue)
+
+
+def _one_behind(method, partition_grads):
+
+    @functools.wraps(method)
+    def reduce_and_partition(self, communication_data_type):
+        delay = self.__dict__.get(ATTRIBUTE)
+        if delay is None:
+            delay = self.__dict__[ATTRIBUTE] = Delay(partition_grads)
+        if not _may_be_late(self, delay, communication_data_type):
+            delay.deliver_last(self)
+            return method(self, communication_data_type)
+        last, delay.last = delay.last, None
+        with waiting_later() as delay.works:
+            try:
+                method(self, communication_data_type)
+            finally:
+                delay.works = None
+        launched, delay.last = delay.last, last
+        delay.deliver_last(self)
+        delay.last = launched
+
+    return reduce_and_partition
+
+
+def _keeping(method):
+
+    @functools.wraps(method)
+    def partition_grads(self, params_to_release, grad_partitions):
+        delay = self.__dict__.get(ATTRIBUTE)
+        if delay is None or not delay.works:            # nothing was launched that is waited for later
+            return method(self, params_to_release, grad_partitions)
+        delay.last = Bucket(list(params_to_release), grad_partitions, delay.works)
+        if _is_lent(self, grad_partitions):
+            delay.deliver_last(self)
+        return []
+
+    return partition_grads
+
+
+def _ending(method):
+
+    @functools.wraps(method)
+    def independent_gradient_partition_epilogue(self):
+        delay = self.__dict__.get(ATTRIBUTE)
+        if delay is None:
+            return method(self)
+        delay.is_last = True
+        try:
+            delay.deliver_last(self)
+            return method(self)
+        finally:
+            delay.is_last = False
+
+    return independent_gradient_partition_epilogue
+
+
+def _may_be_late(zero, delay: Delay, communication_data_type: torch.dtype) -> bool:
+    """Whether nothing but ``partition_grads`` looks at the sums, and another bucket follows."""
+    bucket = zero.ipg_buckets[communication_data_type]
+    if not LATE or delay.is_last or not bucket.params or zero.zenflow or zero.offload_optimizer:
+        return False
+    num_ranks = dist.get_world_size(bucket.process_group)
+    return (communication_data_type == zero.gradient_accumulation_dtype
+            and not (zero.postscale_gradients and zero.gradient_predivide_factor != 1.0)
+            and zero._gradient_averaging_world_size(bucket.params, num_ranks) == num_ranks
+            and (zero.reduce_scatter or not zero.contiguous_gradients)
+            and bucket.elements * communication_data_type.itemsize <= MAX_BYTES)
+
+
+def _is_lent(zero, partitions: list[torch.Tensor]) -> bool:
+    """Whether the next bucket's gradients come into the same memory: a bucket of one tensor is reduced where it lies."""
+    buffers = {bucket.buffer.untyped_storage().data_ptr() for bucket in zero.ipg_buckets.values() if bucket.buffer is not None}
+    return any(t.untyped_storage().data_ptr() in buffers for t in partitions)

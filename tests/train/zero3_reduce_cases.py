@@ -1,0 +1,57 @@
+"""Cases run on every rank by test_zero.py: when ZeRO-3's buckets are delivered. Bits are compared with native training."""
+from unittest import mock
+
+from torch import nn
+
+from ds_zipccl.backend import zero3_reduce
+from tests.train.zero_cases import WIDTH, ZIPPED, Net, settings, train
+
+
+class WithoutBias(Net):
+    """Each layer is a bucket of one tensor, which is reduced where it lies; the next one's gradients come there."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(5))
+        self.head.bias = None
+
+
+def trained(bucket_size: int, model, **more) -> list[str]:
+    """What became of each bucket, in order: "late": delivered when a later one was launched; "end": at the end of the pass."""
+    config, found = settings(3, "bf16", **more), []
+    config["zero_optimization"]["reduce_bucket_size"] = bucket_size
+    native = train(config, 3, model=model)
+    deliver_last = zero3_reduce.Delay.deliver_last
+
+    def spied(self, optimizer):
+        if self.last is not None:
+            found.append("end" if self.is_last else "lent" if self.works else "late")
+        deliver_last(self, optimizer)
+        assert self.last is None
+
+    with mock.patch.object(zero3_reduce.Delay, "deliver_last", spied), mock.patch.object(zero3_reduce, "LATE", True):
+        zipped = train(config | {"zipccl": ZIPPED}, 3, model=model)
+    assert zipped[2]["reduce_scatter_tensor"]["calls_zipped"] > 0
+    assert native[:2] == zipped[:2], "losses or parameters differ from native"
+    return found
+
+
+def case_one_bucket_behind(rank, world_size):
+    found = trained(20000, Net)
+    assert found.count("late") >= 4 and found.count("end") == 8 and "lent" not in found, found      # 4 steps of 2 passes each
+
+
+def case_lent_memory_is_not_waited_for(rank, world_size):
+    found = trained(WIDTH * WIDTH + 1, WithoutBias)
+    assert found.count("lent") >= 8 * 3, found
+
+
+def case_sums_of_another_type_are_not_late(rank, world_size):
+    """They are converted by DeepSpeed as soon as the call has returned."""
+    assert trained(20000, Net, data_types={"grad_accum_dtype": "fp32"}) == []
+
+
+def case_large_buckets_are_not_late(rank, world_size):
+    with mock.patch.object(zero3_reduce, "MAX_BYTES", 20000):
+        assert trained(20000, Net) == []
+

@@ -100,6 +100,10 @@ class ZipcclConfig(BaseModel):
     is sent. With both, ranks whose calls do not fit together (collective, dtype, root, sizes) get an error that names them.
     Both read on the host and cost time: to find faults."""
 
+    nan_check: Literal["off", "error"] = "off"
+    """"error": before each call the ranks tell each other whether what they send has NaNs, also where it goes native; all raise the same
+    error, which names the ranks. ``cache_params`` then keeps no frames. Reads on the host and costs time: to find faults."""
+
     log: str | None = None
     """File that rank 0 appends one JSON line of statistics to per optimizer step. null: none."""
 
@@ -127,6 +131,11 @@ class ZipcclConfig(BaseModel):
             problems = "; ".join(_problem(e, cls) for e in error.errors())
             raise ConfigError(describe('the "zipccl" section is wrong', got=problems, where=where,
                                        todo="correct these fields; docs/config.md lists every field with its range")) from None
+
+    @property
+    def asks_each_call(self) -> bool:
+        """Whether the ranks compare each call before it (collectives/check.py)."""
+        return self.integrity != "off" or self.nan_check != "off"
 
     def fingerprint(self) -> str:
         """Hash of everything the ranks must agree on."""

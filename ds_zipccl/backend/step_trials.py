@@ -46,10 +46,10 @@ def attach(runtime: Runtime) -> None:
 
 
 def wanted(config: ZipcclConfig) -> bool:
-    """"always" is not to be overruled, and where it is said of one family a native step would not be native. ``integrity`` is no choice of
-    speed."""
+    """"always" is not to be overruled, and where it is said of one family a native step would not be native. Where ranks compare each call,
+    speed is not what is wanted."""
     choices = {getattr(config.collectives, family) for family in FAMILIES}
-    return config.step_trials and "adaptive" in choices and "always" not in choices and config.integrity == "off"
+    return config.step_trials and "adaptive" in choices and "always" not in choices and not config.asks_each_call
 
 
 def of(runtime: Runtime | None) -> "StepTrials | None":

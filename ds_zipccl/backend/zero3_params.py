@@ -296,6 +296,8 @@ def _engine_reason(engine, runtime: Runtime) -> str | None:
     zero = engine._config.zero_config
     if runtime.config.collectives.all_gather == "never":
         return "never"
+    if runtime.config.nan_check != "off":
+        return "nan_check"                          # what is gathered must be seen on its way
     offload = zero.offload_param
     if offload is not None and str(getattr(offload.device, "value", offload.device)) != "none":
         return f"offload_param_{getattr(offload.device, 'value', offload.device)}"      # _cpu, _nvme

@@ -89,8 +89,8 @@ class Runtime:
             reason, state = None, kind.state
         else:
             reason = reason_against() if reason_against else None
-            if self.config.integrity != "off" and call.world_size > 1 and call.device.type in self.kernels:
-                check(spec, call, self.state(call.group, call.device))
+            if self.config.asks_each_call and call.world_size > 1 and call.device.type in self.kernels:
+                check(spec, call, self.state(call.group, call.device), self.config.nan_check != "off")
             state = None if reason else self.state(call.group, call.device)
         if reason is None and self._one_sided.wanted:
             work = self._run_one_sided(spec, call, state, kind, key)
@@ -139,7 +139,7 @@ class Runtime:
     def remember_native(self, spec: CollectiveSpec, call: Call, reason: str, raw_bytes: int, state: GroupState | None) -> None:
         """An all-to-all of equal pieces, or of lists, is remembered where the switch found all of them slower, which both ends of a pair
         know alike; not on a CPU, where a rank without zipped pieces takes part in the others' words."""
-        if self.config.integrity != "off":          # all ranks check each call
+        if self.config.asks_each_call:
             return
         measured = None
         if spec.pairwise:
@@ -172,7 +172,7 @@ class Runtime:
 
     def _key(self, call: Call) -> tuple | None:
         """By which calls of one kind are known; None: such a call may not come again, or all ranks check each."""
-        return None if self.config.integrity != "off" else signature(call) or list_signature(call)
+        return None if self.config.asks_each_call else signature(call) or list_signature(call)
 
     def _kind_of_ours(self, spec: CollectiveSpec, call: Call, state: GroupState) -> Kind | None:
         """Of a call that is ours, not the user's: nothing follows from it for his."""

@@ -1,8 +1,10 @@
 """Cases run on every rank by test_zero3_cache.py: ZeRO-3 with ``cache_params``, bit by bit the same training as without."""
+import contextlib
 import tempfile
 from unittest import mock
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -10,8 +12,10 @@ from deepspeed.runtime.comm import coalesced_collectives
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import safe_set_full_fp32_param
 
+from ds_zipccl.backend import deepspeed_hooks
 from ds_zipccl.backend.zero3_params import ATTRIBUTE
-from tests.train.zero3_cache_helpers import CACHED, STEPS, compare, muted, sample_loss, train
+from ds_zipccl.errors import CollectiveError
+from tests.train.zero3_cache_helpers import CACHED, STEPS, batches, cache_counters, compare, config_for, muted, sample_loss, train
 from tests.train.zero_cases import Net
 
 FRAMED = 5              # of Net's parameters: embedding, three layers, head; the biases are too small
@@ -245,3 +249,34 @@ def case_quantized_by_zero_plus_plus(rank, world_size):
                 assert run.ops["reduce_scatter_tensor"]["calls_zipped"] > 0
             else:
                 assert cache["shards"] > 0 and row["calls_zipped"] == 0 and "quantized" not in cache["bypassed"], run
+
+
+def case_nans_end_the_step_on_all_ranks(rank, world_size):
+    """C50: of one rank's gradients, and of its shard of a parameter that would be gathered as a kept frame."""
+    section = {**CACHED, "nan_check": "error"}
+    for stage in (1, 2, 3):
+        for what in ("gradient", "shard")[:1 + (stage == 3)]:
+            config = config_for(section)
+            config["zero_optimization"]["stage"] = stage
+            torch.manual_seed(0)
+            model = Net()
+            engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+            data = batches(rank)
+            for step in range(3):
+                if (step, what, rank) == (2, "shard", 1):
+                    model.layers[1].weight.ds_tensor[5] = float("nan")
+                with pytest.raises(CollectiveError) if step == 2 else contextlib.nullcontext() as error:
+                    for _ in range(engine.gradient_accumulation_steps()):
+                        loss = engine(next(data))
+                        engine.backward(loss * (float("nan") if (step, what, rank) == (2, "gradient", 1) else 1))
+                        engine.step()
+            text = str(error.value)
+            assert "NaNs in what ranks are about to send" in text and " on rank 1, the first at element" in text, text
+            assert "on rank 0" not in text, text
+            texts = [None] * world_size
+            dist.all_gather_object(texts, text)
+            assert len(set(texts)) == 1, texts
+            if stage == 3:
+                assert set(cache_counters()["bypassed"]) == {"nan_check"}, cache_counters()
+            engine.destroy()
+            deepspeed_hooks.deactivate()

@@ -1,4 +1,6 @@
 """Cases run on every rank by test_collectives.py: ranks that do not make the same call, where ``integrity`` asks them before each."""
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -103,3 +105,58 @@ def case_operations_are_compared_by_value(rank, world):
             options.reduceOp = dist.ReduceOp.SUM
             carry_out(live, "all_reduce", *[gaussian(30000, seed=rank)] * 2, reduce_op=options.reduceOp)
         assert live.stats.snapshot()["all_reduce"]["calls_zipped"] == 3
+
+
+def with_nans(op, spec, dtype, numel, sends_one):
+    """A call whose outputs hold NaNs, and with ``sends_one`` its input, amid infinities. Of a broadcast rank 1 is the root."""
+    call = spec.make_call(dist.group.WORLD, numel, dtype, torch.get_default_device())
+    if op == "broadcast":
+        call = dataclasses.replace(call, root=1)
+    elif call.output is not call.input:
+        for t in call.outputs:
+            t.fill_(float("nan"))
+    if sends_one:
+        call.inputs[0].view(-1)[:5] = float("inf")
+        call.inputs[-1].view(-1)[-3] = float("nan")
+    elif op == "broadcast" and call.rank != 1:
+        call.input.fill_(float("nan"))
+    return call
+
+
+def case_nans_are_named_on_all_ranks(rank, world):
+    """C50: in what rank 1 sends, zipped or native; what is received into is no matter, nor is Inf. The group goes on."""
+    with runtime(nan_check="error") as live:
+        for op, spec in specs().items():
+            for dtype, numel, zipped in ((torch.bfloat16, 3000, True), (torch.bfloat16, 40, False), (torch.float32, 900, False)):
+                call = with_nans(op, spec, dtype, numel, False)
+                work, ours = begin(live, call)
+                work.wait()
+                assert ours == zipped and not any(bool(t.isnan().any()) for t in call.outputs), (op, dtype, numel)
+                call = with_nans(op, spec, dtype, numel, rank == 1)
+                text = refused(live, rank, world, op, call.output, call.input, root=call.root)
+                at = sum(t.numel() for t in call.inputs) - 3
+                assert f"NaNs in what ranks are about to send. Got: 1 on rank 1, the first at element {at}. " in text, text
+                assert f"of {op}, {dtype}" in text and "on rank 0" not in text, text
+        matrix = [[(3000, 0, 500)[(i + j) % 3] for j in range(world)] for i in range(world)]
+        data = gaussian(sum(matrix[rank]), seed=rank)
+        data[-1:] = float("nan") if rank == 0 else 1.0
+        out = torch.empty(sum(row[rank] for row in matrix), dtype=data.dtype)
+        assert f"1 on rank 0, the first at element {sum(matrix[0]) - 1}" in refused(
+            live, rank, world, A2A, out, data, input_splits=tuple(matrix[rank]), output_splits=tuple(row[rank] for row in matrix))
+        everywhere = torch.full((3000,), float("nan"), dtype=torch.float64)
+        text = refused(live, rank, world, "all_reduce", everywhere, everywhere)
+        assert all(f"3000 on rank {r}" in text for r in range(world)) and "float64" in text, text
+        integers = torch.ones(3000, dtype=torch.int64)
+        assert launch(live, "all_reduce", integers, integers) is None
+
+
+def case_nans_pass_where_nobody_looks(rank, world):
+    """The default; a rank's own is not looked at where a call has no other rank."""
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    data = torch.full((3000,), float("nan"), dtype=torch.bfloat16)
+    with runtime() as live:
+        begin(live, Call(AG, torch.empty(world * 3000, dtype=data.dtype), data, dist.group.WORLD))[0].wait()
+    with runtime(nan_check="error") as live:
+        begin(live, Call(AG, torch.empty_like(data), data, alone))[0].wait()
+        text = refused(live, rank, world, AG, torch.empty(world * 3000, dtype=torch.float8_e5m2), data.to(torch.float8_e5m2))
+        assert "float8_e5m2" in text, text

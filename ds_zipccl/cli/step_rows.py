@@ -39,7 +39,9 @@ def row(cell: Cell, name: str, done: dict[str, Found], first: str, alone: dict[s
         found["speedup_on_engine"] = done[first].step_ms / mine.step_ms
     if rival is None:
         return found
-    found |= {"rival": run.rival} | (_tried(trial) if trial else _compared(rival.times_ms, mine.times_ms))
+    found |= {"rival": run.rival} | (_tried(trial) if trial else {})
+    if not trial or run.engine_key != RUNS[run.rival].engine_key:       # a trial compares with native on the same engine
+        found |= _compared(rival.times_ms, mine.times_ms)
     if rival.trace and (isinstance(run.zipccl, dict) or run.optimizer["type"] == "SCAPE"):
         found |= _bound(name, wire, rival, alone)
         found["reached"] = found["speedup"] / found["bound"]

@@ -1,11 +1,6 @@
 """ZeRO-3 with ``cache_params`` on gloo: the same bits as without, one encode per step, and every forgotten writer is found."""
-from types import SimpleNamespace
-
 import pytest
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from ds_zipccl.backend import zero3_params
-from ds_zipccl.config import ZipcclConfig
 from tests.helpers.ranks import assert_ok, case_names
 
 EVENTS, MORE, ONE_SIDED = "tests.train.zero3_cache_cases", "tests.train.zero3_cache_more_cases", "tests.train.zero3_one_sided_cases"
@@ -36,10 +31,3 @@ def test_three_ranks(case):
 def test_second_partition_inside_halves_of_the_ranks():
     case = "case_second_partition_is_gathered_natively"
     assert_ok(MORE, (case,), 4, case)
-
-
-def test_parameters_on_nvme_have_no_frames():
-    """Training with them there needs DeepSpeed's asynchronous I/O, which is not built everywhere."""
-    offload = {"device": "nvme", "nvme_path": "/tmp"}
-    engine = SimpleNamespace(_config=SimpleNamespace(zero_config=DeepSpeedZeroConfig(stage=3, offload_param=offload)))
-    assert zero3_params._engine_reason(engine, SimpleNamespace(config=ZipcclConfig())) == "offload_param_nvme"

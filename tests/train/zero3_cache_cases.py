@@ -1,6 +1,9 @@
 """Cases run on every rank by test_zero3_cache.py: ZeRO-3 with ``cache_params``, bit by bit the same training as without."""
 import contextlib
+import shutil
 import tempfile
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import deepspeed
@@ -9,13 +12,25 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.comm import coalesced_collectives
+from deepspeed.runtime.swap_tensor import partitioned_param_swapper
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import safe_set_full_fp32_param
 
 from ds_zipccl.backend import deepspeed_hooks
 from ds_zipccl.backend.zero3_params import ATTRIBUTE
 from ds_zipccl.errors import CollectiveError
-from tests.train.zero3_cache_helpers import CACHED, STEPS, batches, cache_counters, compare, config_for, muted, sample_loss, train
+from tests.train.zero3_cache_helpers import (
+    CACHED,
+    STEPS,
+    batches,
+    cache_counters,
+    compare,
+    config_for,
+    muted,
+    sample_loss,
+    train,
+    without_default_device,
+)
 from tests.train.zero_cases import Net
 
 FRAMED = 5              # of Net's parameters: embedding, three layers, head; the biases are too small
@@ -280,3 +295,61 @@ def case_nans_end_the_step_on_all_ranks(rank, world_size):
                 assert set(cache_counters()["bypassed"]) == {"nan_check"}, cache_counters()
             engine.destroy()
             deepspeed_hooks.deactivate()
+
+
+class Files:
+    """Stands for DeepSpeed's asynchronous I/O, which needs libaio and takes minutes to build: what was asked for is done by ``wait``."""
+
+    def __init__(self, **settings):
+        self.asked, self.reads, self.writes = [], 0, 0
+
+    def async_pread(self, buffer, path, offset):
+        self.asked.append((True, buffer, path))
+        return 0
+
+    def async_pwrite(self, buffer, path, offset):
+        self.asked.append((False, buffer, path))
+        return 0
+
+    def wait(self):
+        asked, self.asked = self.asked, []
+        for is_read, buffer, path in asked:
+            data = buffer.view(torch.uint8).numpy()
+            if is_read:
+                found = Path(path).read_bytes()
+                data[:] = memoryview(found)[:data.size]
+            else:
+                Path(path).write_bytes(data.tobytes())
+            Files.counts[is_read] += 1
+        return len(asked)
+
+    def new_cpu_locked_tensor(self, numel, like):
+        return torch.empty(numel, dtype=like.dtype, device="cpu")
+
+    def is_pinned(self, tensor):
+        return tensor.device.type == "cpu"
+
+
+@without_default_device()
+def case_parameters_on_nvme_are_bypassed(rank, world_size):
+    """Through DeepSpeed's own swapper, to files: the same training as with parameters in memory, each gather without a frame, counted."""
+    Files.counts = [0, 0]                   # writes, reads
+    folders = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folders)
+    nvme = {"offload_param": {"device": "nvme", "nvme_path": folders[0], "buffer_count": 5, "buffer_size": 16384, "max_in_cpu": 0},
+            "offload_optimizer": {"device": "cpu"}}
+    extra = {"zero_optimization": nvme, "aio": {"block_size": 1024}, "zero_force_ds_cpu_optimizer": False}
+    try:
+        with (mock.patch.object(partitioned_param_swapper.AsyncIOBuilder, "load", lambda *_, **how: SimpleNamespace(aio_handle=Files)),
+              mock.patch.object(partitioned_param_swapper, "MIN_AIO_BYTES", 1024)):
+            run = compare(world_size=world_size, extra=extra, steps=3)
+    finally:
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(folders[0])
+    assert min(Files.counts) > 20, Files.counts
+    assert run.cache["encodes"] == run.cache["held_bytes"] == 0 and set(run.cache["bypassed"]) == {"offload_param_nvme"}, run.cache
+    assert run.ops["all_gather_into_tensor"]["calls_zipped"] > 0, run.ops
+    plain = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}
+    in_memory = train(None, config=config_for(None, **plain), steps=3)
+    assert in_memory.losses == run.losses and in_memory.parameters == run.parameters

@@ -1,10 +1,12 @@
 """docs/scape.md: every parameter is in its table with its default, its byte formula is the code's, its numbers are the results'."""
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from benchmarks.scape_quality import __main__ as benchmark
 from benchmarks.scape_quality import picture
 from benchmarks.scape_quality.__main__ import ROWS
 from ds_scape.config import ScapeParams
@@ -163,6 +165,14 @@ def test_the_sentences_of_how_well_it_learns_are_the_results(quality):
     assert slow == {("scape90", 2.5e-4): [1_000, 2_000], cold: [1_000, 2_000, 3_000, 4_000, 5_000]}
     commands = " ".join(call["command"] for call in quality.results["meta"]["calls"])
     assert all(name in commands for name in ROWS) and not quality.results["meta"]["unfinished"]
+
+
+def test_the_results_jobs_are_what_the_benchmark_makes_today(quality):
+    for (name, lr, seed), row in quality.runs.items():
+        job, = benchmark.jobs(benchmark.parse(["--runs", f"{name}@{lr:g}", "--seeds", str(seed)]))
+        assert asdict(job) == {"denominator": "adams"} | row["job"], "denominator: rows before it was a field"
+    made = [(job.name, job.lr, job.seed) for job in benchmark.jobs(benchmark.parse([]))]
+    assert set(made) <= set(quality.runs)
 
 
 def test_the_bytes_that_crossed_are_the_results():

@@ -204,16 +204,16 @@ def bench(args, argv: list[str]) -> int:
     device = torch.device(args.device, torch.cuda.current_device() if args.device == "cuda" else None)
     products, rows = Products(args.side, device), []
     products.count = int(_agreed(products.count, device))
-    for op in args.op.split(","):
-        for way, num_sms in itertools.product(args.ways.split(","), map(int, args.sms.split(","))):
-            if num_sms and way != "zipped":         # kernels of the one-sided way wait for each other, and count on room for all
-                continue
-            rows.append(measure(specs()[op], way, products, args, device, num_sms))
-            if dist.get_rank() == 0:
-                print("  ".join(f"{name} {round(value, 3) if isinstance(value, float) else value}" for name, value in rows[-1].items()),
-                      flush=True)
-                if args.json:
-                    write_json(args.json, {"rows": rows}, command="python benchmarks/interference.py " + " ".join(argv))
+    limits = [int(text) for text in args.sms.split(",")]
+    whole = itertools.product(args.op.split(","), args.ways.split(","), [0] if 0 in limits else [])
+    limited = itertools.product(args.op.split(","), ["zipped"] if "zipped" in args.ways.split(",") else [], [n for n in limits if n])
+    for op, way, num_sms in (*whole, *limited):     # kernels of the one-sided way wait for each other, and count on room for all
+        rows.append(measure(specs()[op], way, products, args, device, num_sms))
+        if dist.get_rank() == 0:
+            print("  ".join(f"{name} {round(value, 3) if isinstance(value, float) else value}" for name, value in rows[-1].items()),
+                  flush=True)
+            if args.json:
+                write_json(args.json, {"rows": rows}, command="python benchmarks/interference.py " + " ".join(argv))
     return 1 if any(row["wrong"] for row in rows) else 0
 
 

@@ -58,8 +58,8 @@ class Offload(BaseModel):
     """Page-locked host memory, where the device is a GPU. Without it, copies make the host wait."""
 
     ahead: bool = False
-    """The residuals of other ranks' partitions pass behind the backward pass, as if nothing were clipped; where a step is clipped after
-    all, after it. Takes the residuals' host memory twice."""
+    """Residuals and ages pass behind the backward pass, as if nothing were clipped, and the next mask is found behind the next forward
+    pass; where a step is clipped after all, both follow the backward pass. Takes their host memory twice."""
 
 
 class ScapeParams(GroupParams):

@@ -1,9 +1,12 @@
 """The residuals' pass behind the backward pass, as far as it goes there: as if nothing were clipped.
 
 How much a gradient counts is known only when the norm is, after the backward pass. But mostly nothing is clipped, and then it is known
-before. So where there is host memory for the residuals twice, those of the other ranks' partitions pass while gradients are still being
-made: in place of what is there, the other memory is written, and if it turns out wrong (a norm above the limit, a gradient that is not
-finite, one that comes a second time) the step takes the old residuals as if nothing had happened. Same bits, either way.
+before. So where there is host memory for the residuals twice, they pass while gradients are still being made: in place of what is there,
+the other memory is written, and if it turns out wrong (a norm above the limit, a gradient that is not finite, one that comes a second time)
+the step takes the old residuals as if nothing had happened. Same bits, either way.
+
+The own ones pass too, with their ages, and come in once more to be ranked: behind the next forward pass. The next mask is found there, in
+the gradients' memory, which nobody needs before the next backward pass; whoever writes there calls join() before.
 """
 import bisect
 import contextlib
@@ -23,29 +26,31 @@ def ahead_for(flow) -> "Ahead | None":
 class _Run:
     """One step's pass: what it sends, which gradients are still to come, the piece that is on the device."""
 
-    def __init__(self, fresh, factor: float, left: list[int]):
-        self.fresh, self.factor, self.left = fresh, factor, left
+    def __init__(self, fresh, factor: float, left: list[int], step: int):
+        self.fresh, self.factor, self.left, self.step = fresh, factor, left, step
         self.seen, self.completed, self.num_passed = set(), [i for i, num in enumerate(left) if not num], 0
-        self.positions = self.exchanged = self.passing = self.held = self.settled = self.kept = None
+        self.positions = self.exchanged = self.lasts = self.passing = self.held = self.settled = self.kept = None
 
 
 class Ahead:
-    """Of one flow: see ahead_for()."""
+    """Of one flow: see ahead_for(). ``is_whole``: own ones pass too; not where their ages stay with the weights (optimizer offload) or
+    scores are made from gradients. ``is_choosing``: the next mask is being found in the gradients' memory."""
 
     def __init__(self, flow):
         rank, layouts, device = flow.transport.rank, flow.layout.flats, flow._device
         self._flow = weakref.proxy(flow)                # which has this: its memory is to go with its last name
-        self._others = [piece for piece in flow._partitions if piece[0].owner != rank]
-        self._own = flow._partitions[len(self._others):]
-        self._order = list(reversed(range(len(self._others))))      # in which gradients were complete the last time
+        self.is_whole = flow._ages_pass and flow.params.mask_statistic == "residual"
+        self._early = [piece for piece in flow._partitions if self.is_whole or piece[0].owner != rank]
+        self._late = flow._partitions[len(self._early):]
+        self._order = list(reversed(range(len(self._early))))       # in which gradients were complete the last time
         self._sizes = [sum(max(0, min(stop, s.stop) - max(start, s.start)) for i, owner, start, stop in piece
-                           for s in layouts[i].segments[owner]) for piece in self._others]
+                           for s in layouts[i].segments[owner]) for piece in self._early]
         self._places = [sorted((span.owner * flat.partition_numel + span.start, span.numel, number) for number, piece in enumerate(
-            self._others) for span in piece if span.flat == i) for i, flat in enumerate(layouts)]
-        self._spares = [host_zeros(flat.stored_residual.numel(), flat.stored_residual.dtype, device, flow.params.offload.pin_memory)
-                        for flat in flow.flats]
+            self._early) for span in piece if span.flat == i) for i, flat in enumerate(layouts)]
+        self.spares = [[host_zeros(of.numel(), of.dtype, device, flow.params.offload.pin_memory) for of in stored] for stored in (
+            [flat.stored_residual for flat in flow.flats], [flat.stored_last_sync for flat in flow.flats if self.is_whole])]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._run, self._is_void, self.is_wanted = None, False, True
+        self._run, self._is_void, self.is_wanted, self._has_passed, self.is_choosing = None, False, True, False, False
 
     @property
     def is_running(self) -> bool:
@@ -53,7 +58,7 @@ class Ahead:
 
     def pieces(self) -> list[list]:
         """In the order in which they pass."""
-        return [self._others[i] for i in self._order] + self._own
+        return [self._early[i] for i in self._order] + self._late
 
     def complete(self, fresh: list[torch.Tensor], flat: int, start: int, stop: int, factor: float) -> None:
         """What lies at [start, stop) of a gradient buffer, a whole tensor, is final, and counts ``factor`` times if nothing is clipped."""
@@ -77,21 +82,30 @@ class Ahead:
                     run.completed.append(number)
         while run.num_passed < len(self._order) and not run.left[self._order[run.num_passed]]:
             with self._beside():
-                _, values, cuts = run.exchanged
-                for span, residual, _ in run.held:
-                    lo, hi = cuts.get(span, (span.start, span.stop))
-                    index = run.positions.of[span.owner][span.flat]
-                    self._flow._enter(span, residual, run.fresh, factor, None if index is None else index[lo:hi],
-                                      values[span.owner][span.flat][lo:hi], None)
-                run.num_passed, run.held = run.num_passed + 1, next(run.passing, None)
+                self._enter(run)
+
+    def _enter(self, run: _Run) -> None:
+        """The gradients of the piece that is on the device. q is tracked later: there is only one of it."""
+        flow, (_, values, cuts) = self._flow, run.exchanged
+        for span, residual, last in run.held:
+            lo, hi = cuts.get(span, (span.start, span.stop))
+            index = run.positions.of[span.owner][span.flat]
+            index = None if index is None else index[lo:hi]
+            flow.kernels.enter(residual, span.of(run.fresh[span.flat], flow.layout.flats[span.flat]), run.factor, index,
+                               values[span.owner][span.flat][lo:hi], first=span.start)
+            if last is not None:
+                flow.kernels.take_ages(last, index, span.start, run.step, run.lasts[span.flat][lo:hi])
+        run.num_passed, run.held = run.num_passed + 1, next(run.passing, None)
 
     def _begin(self, fresh, factor) -> None:
-        flow, run = self._flow, _Run(fresh, factor, list(self._sizes))
+        flow, run = self._flow, _Run(fresh, factor, list(self._sizes), self._flow.num_steps + 1)
         run.kept = flow._arriving               # its memory belongs to the stream that goes on meanwhile
         with self._beside():
             run.positions, run.settled = flow._peek_positions(), flow._passage.num_settled
             run.exchanged = run.positions.to_be_sent(flow._partitions, flow.layout, flow._wire, flow._device)
-            run.passing = flow._through(self.pieces(), targets=self._spares)
+            run.lasts = [torch.empty(num, dtype=of.dtype, device=flow._device) for num, of in zip(
+                run.positions.counts[flow.transport.rank], self.spares[1], strict=False)]
+            run.passing = flow._through(self.pieces(), targets=self.spares)
             run.held = next(run.passing, None)
         self._run = run
 
@@ -107,8 +121,14 @@ class Ahead:
 
     def join(self) -> None:
         """The current stream goes on after all that was queued beside it."""
+        self.is_choosing = False
         if self._stream is not None:
             torch.cuda.current_stream(self._flow._device).wait_stream(self._stream)
+
+    def choosing(self):
+        """Within, the next mask is found: beside what comes next, if what ranks it has passed already."""
+        self.is_choosing, self._has_passed = self._has_passed, False
+        return self._beside() if self.is_choosing else contextlib.nullcontext()
 
     def take(self, factor: float) -> _Run | None:
         """What has passed already, if it was right."""
@@ -119,20 +139,34 @@ class Ahead:
         return run
 
     def rest(self, run: _Run):
-        """Yields the pieces that have not passed, the own ones at the end."""
+        """Lets those pass whose gradients nothing was said of; yields the pieces that do not pass ahead."""
+        while run.num_passed < len(self._order):
+            self._enter(run)
         if run.held is not None:
             yield run.held
             yield from run.passing
 
-    def finish(self, run: _Run) -> None:
-        """All have passed: the other memory is the residuals' from now on."""
-        for i, flat in enumerate(self._flow.flats):
-            flat.stored_residual, self._spares[i] = self._spares[i], flat.stored_residual
+    def finish(self, run: _Run) -> list[torch.Tensor] | None:
+        """All have passed: the other memory is the residuals' from now on. If own ones passed ahead, returns the last synchronisations of
+        those that are sent, per buffer."""
+        flow = self._flow
+        for flat, gradient in zip(flow.flats, run.fresh, strict=True) if self.is_whole else ():
+            if not flat.layout.is_full:
+                own = flat.own(gradient, flow.transport.rank)
+                flow.kernels.track_square(flat.square, own, run.factor, beta2=flat.group["betas"][1])
+        for spares, name in zip(self.spares, ("stored_residual", "stored_last_sync"), strict=True):
+            for i, flat in enumerate(flow.flats[:len(spares)]):
+                now = getattr(flat, name)
+                setattr(flat, name, spares[i])
+                spares[i] = now
         self._order = run.completed + [i for i in self._order if i not in set(run.completed)]
+        self._has_passed = self.is_whole
         self.drop()
+        return run.lasts if self.is_whole else None
 
     def drop(self) -> None:
-        """There is nothing under way any more."""
+        """There is nothing under way any more, and the current stream goes on after what was."""
+        self.join()
         if self._run is not None:
             self._run.passing.close()
         self._run, self._is_void = None, False

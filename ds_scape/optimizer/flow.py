@@ -10,6 +10,7 @@
 A step without masks does 2 to 5 in pieces, each with the same coordinates of every partition: everything is exchanged, but never at once.
 Until 2 nothing is changed, so a step that is skipped leaves everything as it was, the mask under way included.
 """
+import contextlib
 import functools
 import logging
 import math
@@ -104,16 +105,22 @@ class Flow:
             if self._ahead is not None:
                 self._ahead.is_wanted = factor == 1.0 / loss_scale      # mostly the next step is like this one
         if not self.is_dense(step + 1):
-            self._start_mask(self._choose(early or left, early is not None, space), positions)
+            with self._ahead.choosing() if self._ahead is not None else contextlib.nullcontext():
+                self._start_mask(self._choose(early or left, early is not None, space), positions)
         return StepResult(True, (), grad_norm, positions.dense)
 
     def prefetch(self) -> None:
-        """Under offload: the first pieces of the residual may come to the device, while gradients are still being made."""
-        if self._ahead is not None and self._ahead.is_running:
+        """What is queued from now on may write gradients. Under offload, the first pieces of the residual come to the device meanwhile."""
+        if self._ahead is not None:
             self._ahead.join()
-        elif self._passage is not None and not self._passage.has_begun:
+        if self._passage is not None and not self._passage.has_begun and not (self._ahead is not None and self._ahead.is_running):
             masked = self._partitions if self._ahead is None else self._ahead.pieces()
-            self._passage.begin(self._host_pieces(self._columns if self.is_dense(self.num_steps + 1) else masked))
+            self._passage.begin(self._places(self._columns if self.is_dense(self.num_steps + 1) else masked))
+
+    @property
+    def uses_gradients(self) -> bool:
+        """Whether the last step's work in the gradients' memory goes on until prefetch()."""
+        return self._ahead is not None and self._ahead.is_choosing
 
     @torch.no_grad()
     def gradient_is_complete(self, fresh: list[torch.Tensor], flat: int, start: int, stop: int, loss_scale: float = 1.0) -> None:
@@ -134,11 +141,8 @@ class Flow:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Synchronises everything that is waiting, without a step: afterwards all residuals are 0 and every coordinate is up to date.
-
-        Exact values are sent, once, by all ranks. What coordinates of the last step still hold is the wire's rounding error of that step;
-        it is dropped, since no step has passed for which it could be applied.
-        """
+        """Synchronises everything that is waiting, without a step: afterwards all residuals are 0 and every coordinate is up to date. Exact
+        values are sent. What those of the last step still hold, the wire's rounding error, is dropped."""
         self._drop()
         self._exchange_all(None, 1.0, self.flats[0].weight.dtype, None)
 
@@ -195,27 +199,23 @@ class Flow:
         return self._peek_positions().checksum(device) if is_due else torch.zeros(1, dtype=torch.float64, device=device)
 
     # --- 2: gradients into residuals, and what is sent out of them ----------------------------------------------------------------------
-    def _through(self, pieces: list[list[Span]], write_back: bool = True, targets: list[torch.Tensor] | None = None):
+    def _through(self, pieces: list[list[Span]], write_back: bool = True, targets: list[list[torch.Tensor]] | None = None):
         """Yields every piece: its spans, their residuals on the device, and of own ones the last synchronisations where the weights are.
-        targets: per buffer, whole: under offload residuals are written there."""
-        if self._passage is None:
-            for piece in pieces:
-                yield [(span, self._stored_residual(span), self._stored_lasts(span)) for span in piece]
-        else:
-            hosts = self._host_pieces(pieces)
-            others = None if targets is None else [[*(span.of(targets[span.flat], self.layout.flats[span.flat]) for span in piece),
-                                                    *host[len(piece):]] for piece, host in zip(pieces, hosts, strict=True)]
-            for piece, parts in zip(pieces, self._passage.pass_through(hosts, write_back, others), strict=True):
-                lasts = iter(parts[len(piece):])
-                yield [(span, part, next(lasts) if self._ages_pass and span.owner == self.transport.rank else self._stored_lasts(span))
-                       for span, part in zip(piece, parts, strict=False)]
+        targets: under offload what passes is written there, [residuals, ages]: per buffer, whole; no ages: where they were."""
+        passing = self._places(pieces)
+        if self._passage is not None:
+            passing = self._passage.pass_through(passing, write_back, None if targets is None else self._places(pieces, *targets))
+        for piece, parts in zip(pieces, passing, strict=True):
+            lasts = iter(parts[len(piece):])
+            yield [(span, part, next(lasts) if self._ages_pass and span.owner == self.transport.rank else self._stored_lasts(span))
+                   for span, part in zip(piece, parts, strict=False)]
 
-    def _host_pieces(self, pieces: list[list[Span]]) -> list[list[torch.Tensor]]:
-        lasts = ([self._stored_lasts(span) for span in piece if self._ages_pass and span.owner == self.transport.rank] for piece in pieces)
-        return [[*map(self._stored_residual, piece), *own] for piece, own in zip(pieces, lasts, strict=True)]
-
-    def _stored_residual(self, span: Span) -> torch.Tensor:
-        return span.of(self.flats[span.flat].stored_residual, self.layout.flats[span.flat])
+    def _places(self, pieces: list[list[Span]], residuals=None, ages=None) -> list[list[torch.Tensor]]:
+        """Of what passes, in what is stored or in these, per buffer."""
+        residuals, ages = residuals or [flat.stored_residual for flat in self.flats], ages or [flat.stored_last_sync for flat in self.flats]
+        lasts = ([ages[s.flat][s.start:s.stop] for s in piece if self._ages_pass and s.owner == self.transport.rank] for piece in pieces)
+        return [[*(s.of(residuals[s.flat], self.layout.flats[s.flat]) for s in piece), *own]
+                for piece, own in zip(pieces, lasts, strict=True)]
 
     def _stored_lasts(self, span: Span) -> torch.Tensor | None:
         return self.flats[span.flat].stored_last_sync[span.start:span.stop] if span.owner == self.transport.rank else None
@@ -245,7 +245,7 @@ class Flow:
     def _exchange_masked(self, fresh, factor, positions: Positions, early, space: Workspace):
         """What the masks choose. Returns the own residuals, with a sign where they are overdue, or what has chosen among them, if there is
         room for them."""
-        rank, left, lasts, ranked = self.transport.rank, None, None, None
+        rank, left, lasts, ranked, last, out = self.transport.rank, None, None, None, None, None
         begun = self._ahead and self._ahead.take(factor)
         sent, values, cuts = begun.exchanged if begun else positions.to_be_sent(self._partitions, self.layout, self._wire, self._device)
         for piece in self._ahead.rest(begun) if begun else self._through(self._partitions):
@@ -269,8 +269,9 @@ class Flow:
                 if lasts is not None:
                     self.kernels.take_ages(last, index, span.start, self.num_steps, lasts[span.flat][lo:hi])
                     self._note_order(span, residual, last, early, left, ranked)
-        begun = begun and self._ahead.finish(begun)
+        passed = begun and self._ahead.finish(begun)
         self._lend(fresh, space, range(self.layout.world_size) if lasts is None else [rank])
+        begun, lasts = None, lasts if passed is None else passed
         splits = positions.splits
         room, message, taken = space.for_exchange(sent, splits, rank, self.flats[0].copies.dtype)
         received = self.transport.to_owners(sent, splits, "values", lambda numel, _: room[:numel])
@@ -278,7 +279,7 @@ class Flow:
         self._move_owned(received, positions, message[:splits[rank]].split(positions.counts[rank]), lasts, space)
         message[splits[rank]:] = 0
         space.give_back(*lasts or ())
-        del received, lasts, last
+        del received, lasts, last, passed
         mark = space.mark()
         gather_weights([flat.copies for flat in self.flats], message, positions, self.transport, space.empty, self.kernels)
         space.release(mark)
@@ -379,9 +380,7 @@ class Flow:
     def _start_mask(self, chosen: torch.Tensor, positions) -> None:
         rank = self.transport.rank
         if self.is_watched and not positions.dense:
-            present = [impl_reference.places(positions.of[rank][i]) for i in self._masked]
-            both = sum(int(mask[index.to(chosen.device)].sum()) for mask, index in zip(self.codec.parts(chosen), present, strict=True))
-            self.mask_overlap = both / max(1, sum(map(len, present)))
+            self.mask_overlap = self.codec.overlap(chosen, [positions.of[rank][i] for i in self._masked])
         self._send_mask(self.codec.encode(chosen, rank).to(self._device))
 
     def _send_mask(self, message: torch.Tensor) -> None:

@@ -43,18 +43,23 @@ def buffer_bytes(layout: Layout, sizes: Sizes = USUAL, num_buffers: int = 2, pie
 
 
 def masked_step_bytes(layout: Layout, sizes: Sizes = USUAL, encoding: str = "auto", *, offloaded: bool, lent: bool = True,
-                      literal: bool = False, chunk: int = LANES, piece: int = PIECE) -> int:
+                      literal: bool = False, ahead: bool = False, chunk: int = LANES, piece: int = PIECE) -> int:
     """What a step with masks needs at most at a time, beyond what is kept: the largest over the ranks.
 
     lent: the gradients' memory may be used once they have entered the residual, as under ZeRO. literal: "mask_statistic" is "first_moment".
+    ahead: own residuals may pass before the step.
     """
     gathered = _mask_bytes(layout, encoding) * layout.world_size if layout.world_size > 1 else 0
     positions = sum(position_dtype([f.partition_numel for f in layout.flats]).itemsize * sum(f.count(rank, False) for rank in range(
         layout.world_size)) for f in layout.flats if not f.is_full)
     unpacked = -(-layout.mask_numel // (1 << 16)) << 13                 # bits of one rank's mask, in blocks
     left = positions - gathered                                         # the masks of all are not needed any more
-    spilled = [_spilled(layout, rank, sizes, offloaded, lent, literal, piece)[:2] for rank in range(layout.world_size)]
+    spilled = [_spilled(layout, rank, sizes, offloaded, lent, literal, piece, ahead=way)[:2] for rank in range(layout.world_size)
+               for way in {False, ahead}]
     most = max(_norm_bytes(layout, chunk), positions + unpacked, *(left + num for both in spilled for num in both))
+    if ahead:                                                           # before the step all of this is there already, beside the masks
+        sent = sizes.value * sum(layout.splits(False)) + sizes.age * max(layout.splits(False))
+        most = max(most, positions + sent + _norm_bytes(layout, chunk))
     return most + (3 * sizes.residual * _own_numel(layout) if literal else 0)
 
 
@@ -87,14 +92,16 @@ def text(flow: Flow, gradient_bytes: int) -> str:
     q = device.pop("q")
     if passage is not None:
         host = {what: device.pop(what) for what in ("residual", "ages")}
-        host["residual"] *= 2 if flow._ahead else 1
+        for what, spares in zip(("residual", "ages"), flow._ahead.spares if flow._ahead else (), strict=False):
+            host[what] *= 2 if spares else 1
         device = {"buffers": buffer_bytes(layout, sizes, passage.num_buffers), **device}
     elif flat.weight.device != flat.copies.device:
         host["ages"] = device.pop("ages")
     kept = [f"{_mb(sum(held.values()))} {where} ({', '.join(f'{what} {_mb(num)}' for what, num in held.items())})"
             for where, held in (("on the device", device), ("in host memory", host)) if held]
     settings = {"offloaded": passage is not None, "literal": params.mask_statistic == "first_moment"}
-    masked, whole = (function(layout, sizes, params.mask_encoding, **settings) for function in (masked_step_bytes, whole_step_bytes))
+    masked = masked_step_bytes(layout, sizes, params.mask_encoding, ahead=flow._ahead is not None and flow._ahead.is_whole, **settings)
+    whole = whole_step_bytes(layout, sizes, params.mask_encoding, **settings)
     most, allowed = sum(device.values()) + max(masked, whole), design_bytes(layout)
     verdict = f"; at most {_mb(most)} in all, where 128 MiB + n/4 + 8k are {_mb(allowed)}" if passage is not None else ""
     return (f"SCAPE keeps beyond dense ZeRO 1, per rank: {' and '.join(kept)}; in a step up to {_mb(masked)} more, in one without masks "
@@ -156,7 +163,7 @@ class _Space:
 
 
 def _spilled(layout: Layout, rank: int, sizes: Sizes, offloaded: bool, lent: bool, literal: bool, piece: int,
-             exchanges: bool = True) -> tuple[int, int, int]:
+             exchanges: bool = True, ahead: bool = False) -> tuple[int, int, int]:
     """What the gradients' memory does not suffice for, after they have entered the residual, in the order in which flow.py asks for it:
     while values and weights are exchanged, while the next mask is found, and while it is sent."""
     space, ranks, left, exchange, passes = _Space(layout, sizes.gradient, lent), layout.world_size, 0, 0, offloaded and not literal
@@ -164,13 +171,15 @@ def _spilled(layout: Layout, rank: int, sizes: Sizes, offloaded: bool, lent: boo
         space.lend(range(ranks))
     else:
         splits, ages = layout.splits(False), (0, [])
-        if offloaded:
+        if ahead:
+            ages = sizes.age * sum(layout.counts(rank, False)), []
+        elif offloaded:
             space.lend([owner for owner in range(ranks) if owner != rank])
             if passes and lent and ranking.fit_beside_the_exchange(layout, rank, *(sizes[i] for i in (0, 1, 2, 4))):
                 masked = (flat for flat in layout.flats if not flat.is_full)
                 left, passes = space.take(*(sizes.residual * flat.partition_numel for flat in masked), tight=sizes.residual)[0], False
             ages = space.take(*(sizes.age * num for num in layout.counts(rank, False)), tight=sizes.age, at_end=rank == 0)
-        space.lend([rank] if offloaded else range(ranks))
+        space.lend([rank] if offloaded and not ahead else range(ranks))
         is_one, others, longest = sizes.value >= sizes.weight, ranks > 1, sizes.weight * max(splits)
         # In the order of flow.py: the values that come, or the weights in the same place; these apart; the mean of a part.
         room = space.take(max(sizes.value * splits[rank] * ranks, longest if is_one else 0) * others)

@@ -54,7 +54,7 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         self.flow = Flow(flats, init_optimizer.params, transport)
         init_optimizer.attach(self.flow)
         self._announce_memory()
-        self._is_flushed = False
+        self._is_flushed = self._are_old = False            # _are_old: gradients that have entered the residuals
         self._to_finish = None                              # "plain" or "universal": a load whose part for all ranks together is to come
         self._loaded_record, self._loaded_step = None, 0
         self.is_load_finished_later = False
@@ -111,6 +111,13 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
             self.micro_step_id += 1
             self.ready_for_gradients = True
             self.flow.prefetch()
+            self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
+        """For the next step; later, where the last one's work in their memory still goes on."""
+        if self._are_old and not self.flow.uses_gradients:
+            self._fresh.zero_()
+            self._are_old = False
 
     def reduce_gradients(self, pipeline_parallel=False):
         self.overlapping_partition_gradients_reduce_epilogue()
@@ -138,9 +145,12 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         self.micro_step_id = stage_1_and_2.INITIAL_MICRO_STEP_ID
         self.timers(stage_1_and_2.OPTIMIZER_STEP_TIMER).start()
         self._is_flushed = False
+        self.flow.prefetch()
+        self._clear_gradients()                             # of the step before, if none came since
         result = self.flow.step(self.fresh_gradients, max_norm=self.clip_grad, loss_scale=self.loss_scale,
                                 may_overwrite=True)
-        self._fresh.zero_()
+        self._are_old = True
+        self._clear_gradients()
         self.overflow = not result.applied
         self._update_scale(self.overflow)
         self._global_grad_norm = result.grad_norm if result.applied else float("inf")

@@ -5,6 +5,7 @@ ones inside their blocks, ascending. Only freely chosen coordinates are encoded;
 """
 import torch
 
+from ds_scape.kernels import impl_reference
 from ds_scape.kernels.impl_reference import index_bytes
 from ds_scape.kernels.impl_reference import select_scores as select  # noqa: F401  (the rule on scores; kernels fuse the scores with it)
 from ds_scape.kernels.ops import REFERENCE, Kernels
@@ -39,6 +40,11 @@ class MaskCodec:
     def parts(self, masks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Of bool [layout.mask_numel], per buffer that is not full its [P]."""
         return masks.split(self._sizes)
+
+    def overlap(self, masks: torch.Tensor, present: list[torch.Tensor]) -> float:
+        """The share of these positions, per buffer that is not full, that are in the masks too."""
+        places = [impl_reference.places(index).to(masks.device) for index in present]
+        return sum(int(mask[at].sum()) for mask, at in zip(self.parts(masks), places, strict=True)) / max(1, sum(map(len, places)))
 
     def encode(self, masks: torch.Tensor, rank: int) -> torch.Tensor:
         """uint8 [num_bytes] from bool [layout.mask_numel]."""

@@ -201,7 +201,10 @@ def case_offload_ahead(rank, world_size):
         compare(flow, simulation, f"step {step}:")
     if world_size > 1:
         assert not any(passed[step] for step in (6, 9, 10, 11, 13, 15, 17, 18, 19)) and sum(n > 0 for n in passed.values()) >= 5
-        assert passed[20] == len(flow._ahead._others), passed
+        assert passed[20] == len(flow._ahead._early), passed
+    for settings in ({"mask_statistic": "first_moment", "catch_up": False}, {"elsewhere": True}):       # own ones after it
+        flow, _ = _equal_to_simulation(rank, world_size, 5, dtype=torch.bfloat16, offload={"ahead": True}, kernels="best", **settings)
+        assert world_size == 1 or not flow._ahead.is_whole or "elsewhere" in settings and flow._device.type != "cpu"
 
 
 def case_steps_without_masks_go_in_pieces(rank, world_size):

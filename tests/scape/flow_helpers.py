@@ -127,13 +127,15 @@ def compare(flow: Flow, simulation: Simulation, where: str) -> None:
 
 
 def run(problem: Problem, steps: int, comm=None, rank=0, **step_kwargs):
-    """Flow and simulation side by side, compared after every step. Returns both."""
+    """Flow and simulation side by side, compared after every step; residuals pass ahead if they may. Returns both."""
     flow, simulation = problem.flow(comm, rank), problem.simulation()
     for step in range(1, steps + 1):
         gradients = [problem.gradient(worker, step) for worker in range(problem.world_size)]
         for flat, group, lr in zip(flow.flats, simulation.groups, problem.lr(step), strict=True):
             flat.group["lr"] = group["lr"] = lr
         expected = simulation.step([[g.clone() for g in own] for own in gradients], **step_kwargs)
+        for i, slot in ((i, slot) for i, slots in enumerate(problem.slots) for slot in slots if flow._ahead):
+            flow.gradient_is_complete(gradients[rank], i, slot.offset, slot.offset + slot.numel, step_kwargs.get("loss_scale", 1.0))
         result = flow.step(gradients[rank], may_overwrite=True, **step_kwargs)
         assert (result.applied, result.grad_norm) == expected, f"step {step}: {result}, expected {expected}"
         compare(flow, simulation, f"step {step}:")

@@ -19,10 +19,10 @@ SHAPES = [[(100, 60)] * 9 + [(333,)], [(64,), (7,)], [(90, 61)] * 4 + [(10, 10)]
 
 
 def case_cuda_kernels(rank, world_size):
-    """On the device; under offload with own residuals that are ranked as they pass, ahead too, and where there is no room for that."""
+    """On the device; under offload ahead, with own residuals that are ranked as they pass, and where there is no room for that."""
     kernels = impl_cuda.load() if DEVICE == "cuda" else impl_cuda.CudaKernels(ctypes.CDLL(os.environ[LIBRARY]), "emulated", emulated=3)
     ops.register("cuda as tested", kernels, (DEVICE,))
-    for offload, density, as_they_pass in ((False, 0.03, None), ({"ahead": True}, 0.03, True), (True, 0.2, False)):
+    for offload, density, as_they_pass in ((False, 0.03, None), ({"ahead": True}, 0.03, None), (True, 0.03, True), (True, 0.2, False)):
         problem = Problem(world_size, dtype=torch.bfloat16, offload=offload, shapes=SHAPES, piece=5000, densities=(density,) * 3)
         flow, simulation, found = problem.flow(dist, rank), problem.simulation(), []
         flow.kernels = flow.codec._kernels = ops.Kernels({DEVICE: "cuda as tested"}, "cuda as tested")
@@ -40,5 +40,6 @@ def case_cuda_kernels(rank, world_size):
                     flow.gradient_is_complete(fresh, i, slot.offset, slot.offset + slot.numel)
                 flow.step(fresh, may_overwrite=True)
                 compare(flow, simulation, f"offload {offload}, density {density}, step {step}:")
-        assert asked.called == bool(offload) and len(found) == (2 if as_they_pass is False else 0)
+        assert asked.called == (as_they_pass is not None) and len(found) == (2 if as_they_pass is False else 0)
+        assert flow.uses_gradients == isinstance(offload, dict)
         assert offload or all("keys" in flat.hints for flat in flow.flats if not flat.layout.is_full)

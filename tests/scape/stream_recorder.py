@@ -9,8 +9,8 @@ import types
 import torch
 from torch.overrides import TorchFunctionMode
 
-READS = {"__get__", "__getitem__", "__iter__", "__len__", "dim", "double", "float", "item", "long", "numel", "size", "to", "tolist",
-         "unbind", "view"}
+READS = {"__get__", "__getitem__", "__iter__", "__len__", "dim", "double", "element_size", "float", "item", "long", "numel", "size", "to",
+         "tolist", "unbind", "view"}
 
 
 class Stream:

@@ -78,6 +78,17 @@ def test_ranking_as_they_pass_takes_no_more(world_size):
     assert max(steps[1:]) < bound + small_bytes(flow)
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("density", [0.1, 0.01])
+def test_what_passes_ahead_takes_no_more(world_size, density):
+    """What is sent and the own ages are made in the backward pass; the next mask is found while the step that made it is over."""
+    flow, steps = peaks(world_size, {"ahead": True}, density, may_overwrite=True)
+    with mock.patch.object(ranking, "SLICE", SLICE):
+        bound = memory.masked_step_bytes(flow.layout, offloaded=True, ahead=True, chunk=CHUNK, piece=PIECE)
+    assert flow.uses_gradients and bound - 1.1 * sum(flat.layout.partition_numel for flat in flow.flats) < max(
+        steps[1:]) < bound + small_bytes(flow), (steps, bound)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_small_model_goes_in_small_pieces(world_size):
     """Smaller than the pieces are of large ones; so are slices, and what is summed at a time."""
@@ -165,10 +176,11 @@ def test_what_an_exchange_took_is_free_once(wire, copies):
 
 
 def most_of(layout, beside_adams=False) -> int:
-    """At any time on the device, with offload, beyond dense ZeRO 1 with Adam, or with AdamS."""
+    """At any time on the device, with offload, beyond dense ZeRO 1 with Adam, whether they pass ahead or not, or with AdamS, if not."""
     kept = memory.kept_bytes(layout)
+    masked = memory.masked_step_bytes(layout, offloaded=True, ahead=layout.world_size > 1 and not beside_adams)
     return memory.buffer_bytes(layout) + kept["masks"] + kept["q"] * beside_adams + max(
-        memory.masked_step_bytes(layout, offloaded=True), memory.whole_step_bytes(layout, offloaded=True))
+        masked, memory.whole_step_bytes(layout, offloaded=True))
 
 
 DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9, 0.99)
@@ -240,7 +252,9 @@ def peaks(world_size, offload, density, may_overwrite, piece=PIECE):
         with torch.autograd.profiler.profile(profile_memory=True) as profile:
             for gradient in gradients:
                 with torch.autograd.profiler.record_function("a step"):
-                    flow.step(gradient, max_norm=1e-6, may_overwrite=may_overwrite)
+                    for i, slot in ((i, slot) for i, slots in enumerate(problem.slots) for slot in slots if flow._ahead):
+                        flow.gradient_is_complete(gradient, i, slot.offset, slot.offset + slot.numel)
+                    flow.step(gradient, max_norm=0.0 if flow._ahead else 1e-6, may_overwrite=may_overwrite)
     events = sorted(profile.kineto_results.events(), key=lambda event: event.start_ns())
     changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
     times, totals = [time for time, _ in changes], list(itertools.accumulate(num for _, num in changes))

@@ -1,13 +1,16 @@
 """Residuals in host memory on their way through a device whose streams run whenever they like: nothing but the waits keeps the order."""
 import random
+from unittest import mock
 
 import pytest
 import torch
 
-from ds_scape.optimizer import spans
+from ds_scape.optimizer import spans, workspace
 from ds_scape.optimizer.passage import Passage, host_zeros, piece_for
 from ds_scape.sync.partition import Layout, TensorSlot, flat_layout
 from tests.helpers.bits import assert_same_bits
+from tests.scape.flow_helpers import Problem
+from tests.scape.stream_recorder import Recorder
 
 CPU = torch.device("cpu")
 
@@ -134,3 +137,42 @@ def test_pieces_of_tiny_models_fit_the_buffers(world_size, age):
         for pieces in (columns, partitions):
             assert sum(span.numel for piece in pieces for span in piece) == numel
             assert max(sum(4 * s.numel + age * s.numel * (s.owner == 0) for s in piece) for piece in pieces) <= passage.num_bytes(4) // 2
+
+
+class Echo:
+    """Collectives of one of two ranks, whose peer sends what it sends."""
+
+    def all_gather_into_tensor(self, out, own, **kwargs):
+        out.view(2, -1).copy_(own.expand(2, -1))
+        return mock.Mock()
+
+    def all_to_all_single(self, out, own, **kwargs):
+        out.view(2, -1).copy_(own[:out.numel() // 2].expand(2, -1))
+
+
+@pytest.mark.parametrize("without", [None, "join", "prefetch"])
+def test_two_streams_share_no_memory_in_no_order(without):
+    """The pass ahead, and the next mask that is found beside the forward pass, on a stream of their own, in the gradients' memory too: who
+    writes there next waits for it. Without that, this sees it. (Both ranks have the same masks here: their partitions are cut alike.)"""
+    problem = Problem(2, dtype=torch.bfloat16, offload={"ahead": True}, shapes=[[(40, 20)] * 8], densities=(0.05,), kernels="best")
+    flow, recorder = problem.flow(Echo()), Recorder()
+    flow._ahead._stream = recorder.module.Stream(None)
+    whole, fresh = workspace.joined(problem.buffers, torch.bfloat16)
+    beside = set()
+    with mock.patch.object(torch.cuda, "current_stream", recorder.module.current_stream), mock.patch.object(
+            torch.cuda, "stream", recorder.module.stream), mock.patch.object(
+            flow, "_start_mask", side_effect=lambda *given, of=flow._start_mask: beside.add(recorder.current.name) or of(*given)), recorder:
+        for step in range(1, 7):
+            flow.flats[0].copies.to(torch.float32)                      # forward
+            if without != "prefetch":
+                flow.prefetch()
+            whole.zero_()
+            found = len(recorder.races)
+            for slot in reversed(problem.slots[0]):
+                fresh[0][slot.offset:slot.offset + slot.numel] += problem.gradient(0, step)[0][slot.offset:slot.offset + slot.numel]
+                flow.gradient_is_complete(fresh, 0, slot.offset, slot.offset + slot.numel)
+            del recorder.races[found:]                                  # other parts of the gradients' memory
+            with mock.patch.object(flow._ahead, "join", (lambda: None) if without == "join" else flow._ahead.join):
+                flow.step(fresh, may_overwrite=True)
+            assert flow.uses_gradients == (step > 1)
+    assert beside == {"default", "s1"} and bool(recorder.races) == (without is not None), recorder.races[:3]

@@ -55,18 +55,24 @@ class Delay:
 def install() -> None:
     """Patches DeepSpeed's optimizer of stage 3. Patches chain. Without zipped calls they do nothing."""
     cls = DeepSpeedZeroOptimizer_Stage3
-    setattr(cls, _REDUCE, _one_behind(getattr(cls, _REDUCE), cls.partition_grads))
-    cls.partition_grads = _keeping(cls.partition_grads)
-    cls.independent_gradient_partition_epilogue = _ending(cls.independent_gradient_partition_epilogue)
+    deliver = cls.partition_grads
+    setattr(cls, _REDUCE, _one_behind(getattr(cls, _REDUCE), deliver))
+    cls.independent_gradient_partition_epilogue = _ending(cls.independent_gradient_partition_epilogue, deliver)
+    cls.partition_grads = _keeping(deliver)
+
+
+def _delay_of(zero, deliver: Callable) -> Delay:
+    delay = zero.__dict__.get(ATTRIBUTE)
+    if delay is None:
+        delay = zero.__dict__[ATTRIBUTE] = Delay(deliver)
+    return delay
 
 
 def _one_behind(method, partition_grads):
 
     @functools.wraps(method)
     def reduce_and_partition(self, communication_data_type):
-        delay = self.__dict__.get(ATTRIBUTE)
-        if delay is None:
-            delay = self.__dict__[ATTRIBUTE] = Delay(partition_grads)
+        delay = _delay_of(self, partition_grads)
         if not _may_be_late(self, delay, communication_data_type):
             delay.deliver_last(self)
             return method(self, communication_data_type)
@@ -98,13 +104,11 @@ def _keeping(method):
     return partition_grads
 
 
-def _ending(method):
+def _ending(method, partition_grads):
 
     @functools.wraps(method)
     def independent_gradient_partition_epilogue(self):
-        delay = self.__dict__.get(ATTRIBUTE)
-        if delay is None:
-            return method(self)
+        delay = _delay_of(self, partition_grads)
         delay.is_last = True
         try:
             delay.deliver_last(self)

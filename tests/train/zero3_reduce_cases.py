@@ -41,6 +41,11 @@ def case_one_bucket_behind(rank, world_size):
     assert found.count("late") >= 4 and found.count("end") == 8 and "lent" not in found, found      # 4 steps of 2 passes each
 
 
+def case_one_bucket_for_all(rank, world_size):
+    """It is the pass's last one, the first time too."""
+    assert trained(1 << 20, Net) == []
+
+
 def case_lent_memory_is_not_waited_for(rank, world_size):
     found = trained(WIDTH * WIDTH + 1, WithoutBias)
     assert found.count("lent") >= 8 * 3, found

@@ -49,6 +49,7 @@ __device__ u32 zipccl_errors[1];
 #ifndef __CUDACC_RTC__
 
 #include "launch.h"
+#include "prints.cuh"
 
 // Whether kernels can start before the one before them on their stream has ended (begin_in_turn), and whether they may: not while somebody
 // measures without.

@@ -12,12 +12,19 @@ def fingerprint(data: torch.Tensor) -> torch.Tensor:
     and after the last whole row are kept as they are.
     """
     halves = data.detach().view(torch.int16)
-    lead = -halves.storage_offset() % 4                         # words must start where 64-bit words of the storage do
-    end = lead + max(0, halves.numel() - lead) // (4 * ROW_WORDS) * (4 * ROW_WORDS)
+    num, lead, size = shape_of(data)
+    end = lead + (num - size) // (4 * ROW_WORDS - 1) * (4 * ROW_WORDS)
     if end == lead:
         return halves.to(torch.int64)
     sums = halves[lead:end].view(torch.int64).view(-1, ROW_WORDS).sum(1)
     return torch.cat([sums, halves[:lead].to(torch.int64), halves[end:].to(torch.int64)])
+
+
+def shape_of(data: torch.Tensor) -> tuple[int, int, int]:
+    """(``data``'s number of 2-byte elements, those before its first row, the fingerprint's length)."""
+    per_element = data.element_size() // 2
+    num, lead = data.numel() * per_element, -data.storage_offset() * per_element % 4       # rows start where 64-bit words of the storage do
+    return num, lead, num - max(0, num - lead) // (4 * ROW_WORDS) * (4 * ROW_WORDS - 1)
 
 
 def fingerprint_bytes(numel: int) -> int:

@@ -18,13 +18,16 @@ from ds_zipccl.collectives import streams
 from ds_zipccl.collectives.cached import MakeOuts, Piece, PieceGather
 from ds_zipccl.collectives.cost import ONE_SIDED
 from ds_zipccl.collectives.fingerprint import fingerprint, fingerprint_bytes
+from ds_zipccl.collectives.frame_batch import Batch, Prints, launcher_of
+from ds_zipccl.collectives.frame_guard import Guard
 from ds_zipccl.collectives.frame_known import KnownGather
 from ds_zipccl.collectives.frame_slot import OP, CacheStats, Slot, place_of
 from ds_zipccl.collectives.frame_ways import Ways
-from ds_zipccl.collectives.runtime import STATUS_BYTES, Runtime
+from ds_zipccl.collectives.launch import STATUS_BYTES
+from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.collectives.symmetric import SymmetricWork
 from ds_zipccl.collectives.symmetric_plan import Row
-from ds_zipccl.errors import CollectiveError, FrameError
+from ds_zipccl.errors import FrameError
 from zipscape.errors import describe
 
 log = logging.getLogger("ds_zipccl")
@@ -42,7 +45,6 @@ class FrameCache:
         self.runtime, self.group, self.stats = runtime, group, stats
         self.slots: list[Slot] = []
         self.guard = True
-        self.compares_on_host = device.type == "cpu"
         self.device, self._boundary = device, boundary
         self.pending: tuple | None = None
         # After the last write or encode, and after what a gather last read on its caller's stream; streams that wait for the former.
@@ -50,8 +52,9 @@ class FrameCache:
         self.num_writes = 0                         # announced, or of frames
         self.join_sent: Callable[[], None] | None = None           # the last one-sided gather, whose frames may be on their way still
         self._ways = Ways(runtime, group, device)
-        self._mismatch: torch.Tensor | None = None  # GPU: bool per slot, read at the next refresh
-        self._has_compared = False                  # GPU: since the last gather began
+        self._launcher = launcher_of(runtime, device)
+        self.comparisons = Guard(self.slots, device, self._launcher)
+        self._batch: Batch | None = None
 
     # What frame_known.py asks.
 
@@ -88,13 +91,14 @@ class FrameCache:
             slot.frame, slot.dirty = None, True
             self._hold(slot, 0)
         self._ways.forget()
+        self._batch = None
 
     def close(self) -> None:
         """Drops everything."""
         if self.pending is not None:
             self.pending[-1].wait()                # who ends the group's channels must find nothing in flight
         self.free()
-        self.pending = self.join_sent = self._ways.transport = None
+        self.pending = self.join_sent = self._ways.transport = self._batch = None
         self.slots = []
 
     # -- made together, agreed once
@@ -113,15 +117,20 @@ class FrameCache:
         if not stale:
             return
         self.runtime.advance(self.group)            # messages are in the same order on every rank's side channel
-        words = torch.zeros(len(stale) + 1, dtype=torch.int32, device=self.device)
-        for i, slot in enumerate(stale):
-            codec = self._codec(slot)
-            if self._reserve(slot, codec):
-                self._encode(slot, codec, words[i:i + 1])
-            else:
-                words[i] = REFUSED
+        words = self._encode_as_before(stale)
+        if words is None:
+            words = torch.zeros(len(stale) + 1, dtype=torch.int32, device=self.device)
+            for i, slot in enumerate(stale):
+                codec = self._codec(slot)
+                slot.room = slot.capacity.spill_per_tile, self._ways.level
+                if self._reserve(slot, codec):
+                    self._encode(slot, codec, words[i:i + 1])
+                else:
+                    words[i] = REFUSED
+        for slot in stale:
             slot.stale = slot.used = False
-        self._report_mismatches(words[-1:])
+        if self.comparisons.tell(words[-1:], self._read):
+            self._note_write()
         size = self.group.size()
         table = torch.empty(size * words.numel(), dtype=torch.int32, device=self.device)
         work = self.runtime.state(self.group, self.device).side.all_gather(table, words)
@@ -141,7 +150,7 @@ class FrameCache:
             mismatches = table[:, -1].tolist()
         for slot, refused, overflow, need in zip(stale, *(row[:-1] for row in summary), strict=True):
             self._apply(slot, bool(refused), bool(overflow), need)
-        self._raise_for(mismatches)
+        self.comparisons.raise_for(mismatches)
 
     def _apply(self, slot: Slot, refused: bool, overflow: bool, need: int) -> None:
         if refused:
@@ -155,7 +164,7 @@ class FrameCache:
             self._ways.forget()
         slot.codec, slot.reason = self._codec(slot) if overflow else slot.codec, None
         if overflow:                                # now with room for what every rank needs
-            dirty = slot.dirty
+            dirty, slot.room = slot.dirty, (slot.capacity.spill_per_tile, self._ways.level)
             self._hold(slot, slot.codec.frame_bytes + fingerprint_bytes(slot.numel))
             self._encode(slot, slot.codec, torch.zeros(1, dtype=torch.int32, device=self.device))
             slot.dirty = dirty                      # written here since: the repair looks whether that fits
@@ -189,13 +198,44 @@ class FrameCache:
         return True
 
     def _hold(self, slot: Slot, num_bytes: int) -> None:
-        self.stats.held_bytes += num_bytes - slot.held_bytes
-        slot.held_bytes = num_bytes
+        self.stats.held_bytes, slot.held_bytes = self.stats.held_bytes + num_bytes - slot.held_bytes, num_bytes
 
     def _data(self, source: torch.Tensor) -> torch.Tensor:
         if source.device == self.device and source.dim() == 1 and not source.requires_grad:
             return source
         return source.detach().to(self.device).view(-1)
+
+    def _encode_as_before(self, slots: list[Slot]) -> torch.Tensor | None:
+        """All of these at once: their status words, and one more that is 0. None: nothing has happened, for one of them has another layout
+        now, or no frame."""
+        if self._launcher is None or self.stats.held_bytes > self.stats.max_bytes or not self._may_queue():
+            return None
+        if any([slot.codec is None or slot.room != (slot.capacity.spill_per_tile, self._ways.level) for slot in slots]):
+            return None
+        sources = [slot.source() for slot in slots]
+        data = [self._data(source) for source in sources]
+        if any([x.data_ptr() != source.data_ptr() for x, source in zip(data, sources, strict=True)]) or not Batch.can(slots, data):
+            return None
+        if self._batch is None or not self._batch.is_of(slots, data):
+            self._batch = Batch(self._launcher, slots, data)
+        self._before_encode()
+        self._batch.run()
+        boundary = self._boundary()
+        for slot, source in zip(slots, sources, strict=True):
+            slot.dirty, slot.place, slot.checked = False, place_of(source), boundary
+        self._note_write()
+        self.stats.encodes += len(slots)
+        return self._batch.words
+
+    def _may_queue(self) -> bool:
+        """Kernels, by address: the device is the current one, and its stream is not captured."""
+        return self.device.type != "cuda" or streams.current_device() == self.device.index and not streams.is_capturing()
+
+    def _before_encode(self) -> None:
+        self._wait_for_writes()
+        self._read.join()
+        if self.join_sent is not None:
+            self.join_sent()
 
     def _encode(self, slot: Slot, codec: Codec, status: torch.Tensor) -> None:
         if slot.codec is None or slot.codec is not codec and slot.codec != codec:
@@ -203,15 +243,18 @@ class FrameCache:
         if slot.frame is None or slot.frame.numel() != codec.frame_bytes:
             self._ways.forget()
             slot.frame = torch.empty(codec.frame_bytes, dtype=torch.uint8, device=self.device)
-        self._wait_for_writes()
-        self._read.join()
-        if self.join_sent is not None:
-            self.join_sent()
+        self._before_encode()
         source = slot.source()
         data = self._data(source)
         codec.encode(data.view(1, -1), slot.frame.view(1, -1), status)
         slot.codec, slot.dirty, slot.place = codec, False, place_of(source)
-        slot.print, slot.checked = fingerprint(data), self._boundary()
+        slot.checked = self._boundary()
+        found = fingerprint(data)
+        if slot.print is not None and slot.print.numel() == found.numel():
+            slot.print.copy_(found)                 # where it lies is known (frame_batch.py)
+        else:
+            self._ways.forget()
+            slot.print = found
         self._used_here(slot.frame)
         self._note_write()
         self.stats.encodes += 1
@@ -247,30 +290,17 @@ class FrameCache:
         if not self.guard or slot.checked == self._boundary():
             return True
         slot.checked = self._boundary()
-        now = fingerprint(self._data(source))
-        if self.compares_on_host:
-            return torch.equal(now, slot.print)
-        if self._mismatch is None:
-            self._mismatch = torch.zeros(len(self.slots), dtype=torch.bool, device=self.device)
-        self._used_here(slot.print)
-        self._has_compared = True
-        self._mismatch[slot.index:slot.index + 1].logical_or_((now != slot.print).any())      # the host does not wait for it
+        return self.comparisons.unchanged(slot, self._data(source))
+
+    def compare(self, prints: Prints, slots: list[Slot], boundary: int) -> bool:
+        """With what ``guard.all_at_once`` gave. False: not now, nothing has happened."""
+        if not self._may_queue():
+            return False
+        prints.compare()
+        self._read.set()
+        for slot in slots:
+            slot.checked = boundary
         return True
-
-    def _report_mismatches(self, word: torch.Tensor) -> None:
-        if self._mismatch is not None:
-            self._read.join()
-            word.copy_(torch.where(self._mismatch.any(), self._mismatch.int().argmax() + 1, 0))
-            self._mismatch.zero_()
-            self._note_write()
-
-    def _raise_for(self, mismatches: list[int]) -> None:
-        found = [f"{self.slots[word - 1].name} on rank {rank}" for rank, word in enumerate(mismatches) if word]
-        if found:
-            raise CollectiveError(describe(
-                "parameters were changed by a writer that ds_zipccl does not know, and the last step used the old ones",
-                got=", ".join(found), todo="go back to the last checkpoint; after such a write call "
-                "ds_zipccl.backend.zero3_params.invalidate(parameters), or set cache_params to false"))
 
     # -- gathered
 
@@ -292,7 +322,7 @@ class FrameCache:
                 self.stats.bypassed[reason if slot.may_have_frame else slot.reason] += 1
             return None
         self.before_gather()
-        sources, self._has_compared = [slot.source() for slot in slots], False
+        sources, self.comparisons.has_compared = [slot.source() for slot in slots], False
         boundary = self.boundary
         try:
             failure = None
@@ -304,7 +334,7 @@ class FrameCache:
         except FrameError as error:
             failure = error
         gather, row = self._launch(slots, sources, make_outs, way, bases)
-        if way != ONE_SIDED or self._has_compared:
+        if way != ONE_SIDED or self.comparisons.has_compared:
             self._read.set()
         if way != ONE_SIDED:                        # else the transport keeps them
             for slot in slots:

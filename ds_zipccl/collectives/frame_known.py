@@ -12,15 +12,16 @@ from ds_zipccl.collectives.symmetric_known import KnownRows
 
 
 class KnownGather:
-    """``bases``: the tensors that the slots' data are parts of, where they were. ``rows``: what it takes to launch it. ``measured``: whose
-    costs chose the way (None: nobody's), and ``size``: its key there. ``sent``: bytes, natively and really."""
-    __slots__ = ("_cache", "_slots", "_places", "_rows", "_measured", "_costs", "_size", "_num_writes", "_boundary", "_num_framed",
-                 "_bypassed", "_sent", "_count", "_state")
+    """``bases``: the tensors that the slots' data are parts of, where they were. ``data``: of those with frames. ``rows``: what it takes to
+    launch it. ``measured``: whose costs chose the way (None: nobody's), and ``size``: its key there. ``sent``: bytes, natively and
+    really."""
+    __slots__ = ("_cache", "_slots", "_places", "_rows", "_measured", "_costs", "_size", "_num_writes", "_boundary", "_framed",
+                 "_data", "_prints", "_bypassed", "_sent", "_count", "_state")
 
-    def __init__(self, cache, slots: list[Slot], bases: list[torch.Tensor], rows: KnownRows, measured: Measured | None, size: tuple,
-                 sent: tuple[int, int]):
+    def __init__(self, cache, slots: list[Slot], bases: list[torch.Tensor], data: list[torch.Tensor], rows: KnownRows,
+                 measured: Measured | None, size: tuple, sent: tuple[int, int]):
         self._cache, self._slots, self._rows, self._measured, self._size, self._sent = cache, slots, rows, measured, size, sent
-        self._num_framed = sum(slot.codec is not None for slot in slots)
+        self._framed, self._data, self._prints = [slot for slot in slots if slot.codec is not None], data, None
         self._bypassed = [slot.reason for slot in slots if slot.codec is None]
         self._count = cache.runtime.stats.zipped_count(OP, *sent, one_sided=True)
         self._state = cache.runtime.state(cache.group, cache.device)
@@ -45,7 +46,7 @@ class KnownGather:
 
     def end(self) -> None:
         """A frame, or its layout, or why there is none, is not what it was: holds nothing any more."""
-        self._rows, self._places = None, []
+        self._rows, self._prints, self._data, self._places = None, None, [], []
 
     def _is_there(self, stream: int | None) -> bool:
         return self._rows is not None and self._rows.transport.is_open and stream == self._rows.stream
@@ -57,10 +58,12 @@ class KnownGather:
             return None
         boundary = cache.boundary
         if boundary != self._boundary:
-            for slot in self._slots:
-                if slot.checked != boundary and slot.codec is not None:
-                    return None                             # its data is to be compared first
-            self._boundary = boundary
+            if not any([slot.checked != boundary for slot in self._framed]):
+                self._boundary = boundary
+            elif self._prints is None:
+                self._prints = cache.comparisons.all_at_once(self._framed, self._data)
+                if self._prints is None:
+                    return None
         for base, at, version in self._places:
             if base.data_ptr() != at or version is not None and base._version != version:
                 return None
@@ -71,6 +74,10 @@ class KnownGather:
         if self._num_writes != cache.num_writes and not self._is_as_agreed():
             return None
         cache.before_gather()
+        if boundary != self._boundary:
+            if not cache.compare(self._prints, self._framed, boundary):
+                return None
+            self._boundary = boundary
         if self._state.in_flight:
             self._state.settle()                            # resends must be queued before what waits for peers
         work = self._rows.launch(outputs)
@@ -80,7 +87,7 @@ class KnownGather:
             measured.count()
         cache.join_sent = work.join
         stats = cache.stats
-        stats.gathers, stats.one_sided, stats.shards = stats.gathers + 1, stats.one_sided + 1, stats.shards + self._num_framed
+        stats.gathers, stats.one_sided, stats.shards = stats.gathers + 1, stats.one_sided + 1, stats.shards + len(self._framed)
         stats.raw_bytes, stats.wire_bytes = stats.raw_bytes + self._sent[0], stats.wire_bytes + self._sent[1]
         for reason in self._bypassed:
             stats.bypassed[reason] += 1

@@ -57,6 +57,7 @@ class Slot:
         self.held_bytes = 0
         self.place: tuple = ()                      # where the encoded data was, and its version
         self.print: torch.Tensor | None = None      # its fingerprint
+        self.room: tuple = ()                       # for which its codec was made: bytes of sub-pool per tile, level
         self.checked = -1                           # boundary at which it was last compared
 
     @property

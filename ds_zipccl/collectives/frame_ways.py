@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.codec.codec import Codec
-from ds_zipccl.collectives import all_gather, streams, switch
+from ds_zipccl.collectives import all_gather, repeats, streams, switch
 from ds_zipccl.collectives.cached import PieceGather, row_bytes, trial_frames
 from ds_zipccl.collectives.cost import MIN_GAIN, NATIVE, ONE_SIDED, ZIPPED
 from ds_zipccl.collectives.frame_known import KnownGather, all_in
@@ -87,7 +87,8 @@ class Ways:
         if found.known is not None:
             found.known.end()
             found.known = None
-        if found.num_one_sided < 2 or not hasattr(found.transport, "known_rows") or not all_in(bases, [row.data for row in rows]):
+        may = repeats.AGAIN and found.num_one_sided > 1 and hasattr(found.transport, "known_rows")
+        if not may or not all_in(bases, [row.data for row in rows]):
             return
         for out in [row.out for row in rows]:
             whole = out if out._base is None else out._base
@@ -96,7 +97,8 @@ class Ways:
         if launches is not None:
             measured = None if self._runtime.router.wanted else self._state.measured("cached_all_gather", slots[0].dtype)
             raw_bytes = sum(slot.raw_bytes for slot in slots) * (self._group.size() - 1)
-            found.known = KnownGather(cache, slots, bases, launches, measured, (found.whole_bytes, None), (raw_bytes, sent_bytes))
+            data = [row.data for row in rows if row.frame is not None]
+            found.known = KnownGather(cache, slots, bases, data, launches, measured, (found.whole_bytes, None), (raw_bytes, sent_bytes))
 
     def rows(self, slots: list[Slot]) -> tuple[list[tuple], Arranged]:
         """For slots that go one-sided: ``Slot.kind`` of each, and how those that are not empty are arranged."""

@@ -14,6 +14,7 @@ _ARGUMENTS = {
     "zipccl_cuda_decode": [_P, _P, _I, _P, _I, _I, _I, _P, _P],
     "zipccl_cuda_decode_reduce": [_P, _P, _I, _I, _P, _I, _P, _P, _P],
     "zipccl_cuda_prepare": [ctypes.POINTER(_P), ctypes.POINTER(_I), ctypes.POINTER(_P)],
+    "zipccl_cuda_prints": [_P, _I, _I, _I, _P],
     "zipccl_cuda_take_word": [_P, ctypes.POINTER(ctypes.c_uint32), _P],
 }
 
@@ -108,6 +109,12 @@ class CudaCalls:
         if code:
             _refused("the reading of the error word", code)
         return word.value
+
+    def prints(self, table: int, num: int, most: int, compares: bool, stream: int) -> None:
+        """``table``: address of ``num`` rows of device memory (prints.cuh), the largest of ``most`` elements."""
+        code = self.library.zipccl_cuda_prints(table, num, most, compares, stream)
+        if code:
+            _refused("fingerprints", code)
 
     def encode(self, g, x, row_stride, frames, frame_stride, num_rows, skip, status, workspace, stream) -> None:
         code = self._encode(packed_geometry(g), x, row_stride, frames, frame_stride, num_rows, skip, status, workspace, stream)

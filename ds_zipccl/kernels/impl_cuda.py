@@ -146,6 +146,11 @@ class CudaKernels:
         """Address of the word for what is decoded early, perhaps from a frame that overflowed: nobody reads it."""
         return self._device(index).unread
 
+    @property
+    def prints(self):
+        """``CudaCalls.prints``; None where NVRTC compiled the kernels."""
+        return getattr(self._calls, "prints", None)
+
     def c_encode(self):
         """The C function zipccl_cuda_encode; None where NVRTC compiled the kernels."""
         library = getattr(self._calls, "library", None)

@@ -212,7 +212,7 @@ def case_announced_writes_of_one_rank(rank, world_size):
 def case_unannounced_writes_of_one_rank(rank, world_size):
     """Where the host may compare, the frame is made again before it is sent."""
     world = World(world_size)
-    world.cache.compares_on_host = True
+    world.cache.comparisons.on_host = True
     world.gather()
     for turn in range(3):
         world.write(1, lambda r, turn=turn: data_of(r, seed=20 + turn), on=0)
@@ -225,7 +225,7 @@ def case_unannounced_writes_of_one_rank(rank, world_size):
 def case_unannounced_writes_found_later(rank, world_size):
     """Where the host must not wait (GPU), all ranks hear of it with the next exchange, by name."""
     world = World(world_size)
-    world.cache.compares_on_host = False
+    world.cache.comparisons.on_host = False
     for _ in range(2):
         world.gather()
         world.forward += 1

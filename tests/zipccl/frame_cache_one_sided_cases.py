@@ -88,7 +88,7 @@ def case_each_stream_waits_once_for_a_write(rank, world_size):
         now[0] = 2
         world.gather()
         assert waits(written) == [2]
-        world.forward, world.cache.compares_on_host = world.forward + 1, False             # compares, as on a GPU
+        world.forward, world.cache.comparisons.on_host = world.forward + 1, False             # compares, as on a GPU
         world.gather()
         now[0] = 1
         world.cache.changed_here(world.cache.slots[:1])
@@ -242,6 +242,12 @@ def case_gathers_like_an_earlier_one(rank, world_size):
         world.cache.changed_here(world.cache.slots[:1])
     assert ONE_SIDED or known_of(world) == (rank != 0)
     assert known_of(world, 2) == 2                                  # rows are elsewhere, and were described anew
+    if rank == 0:
+        before = world.shards[0].data
+        world.shards[0].data = before.clone()                       # ... and nobody says so
+        before.zero_()
+    assert ONE_SIDED or known_of(world) == (rank != 0)
+    assert known_of(world) == 1
     world.cache.free()
     assert known_of(world, 3) == 1
     write(400, spread=2.0)
@@ -260,6 +266,21 @@ def case_gathers_like_an_earlier_one(rank, world_size):
         assert world.cache.known(world.cache.slots).launch(world.outs()) is None
     world.close()
     assert known._rows is None and not known._places                # holds no memory
+
+
+@one_sided_only
+def case_what_a_known_gather_takes_is_in_use(rank, world_size):
+    """Frames that nothing else has sent since they were made are made again, and not given up."""
+    world = World(world_size)
+    for step in range(6):
+        for i in range(2):
+            world.write(i, lambda r, i=i, step=step: data_of(r, seed=10 * step + i))
+        world.cache.changed(world.cache.slots)
+        world.cache.refresh()
+        world.cache.settle()
+        assert known_of(world) == (step > 1) and all(slot.reason is None for slot in world.cache.slots), step
+    assert world.stats.encodes == 12 and world.stats.bypassed == {}
+    world.close()
 
 
 @one_sided_only

@@ -7,7 +7,8 @@ from tests.helpers.ranks import assert_ok, case_names
 
 MODULE = "tests.zipccl.frame_cache_cases"
 ONE_SIDED = "tests.zipccl.frame_cache_one_sided_cases"
-CASES, ONE_SIDED_CASES = case_names(MODULE), case_names(ONE_SIDED)
+BATCHES = "tests.zipccl.frame_cache_batch_cases"
+CASES, ONE_SIDED_CASES, BATCH_CASES = case_names(MODULE), case_names(ONE_SIDED), case_names(BATCHES)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -20,6 +21,11 @@ def test_ranks(world_size, case):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_one_sided(world_size, case):
     assert_ok(ONE_SIDED, ONE_SIDED_CASES, world_size, case)
+
+
+@pytest.mark.parametrize("case", BATCH_CASES)
+def test_all_at_once(case):
+    assert_ok(BATCHES, BATCH_CASES, 2, case)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 3, 127, 128, 129, 1000, 4096, 70001])

@@ -1,0 +1,147 @@
+"""Cases run on every rank by test_frame_cache.py: kept frames made, and their data compared, all at once, as on a GPU; on a CPU with the
+CUDA kernels emulated."""
+import ctypes
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ds_zipccl.collectives import frame_batch, frame_cache
+from ds_zipccl.errors import CollectiveError
+from ds_zipccl.kernels.cuda_calls import CudaCalls
+from tests.helpers.emulated import compile_for_host
+from tests.helpers.ranks import DEVICE
+from tests.zipccl import frame_cache_cases, frame_cache_one_sided_cases
+from tests.zipccl.emulated_launcher import launcher_of
+from tests.zipccl.frame_cache_cases import World, data_of
+from tests.zipccl.frame_cache_one_sided_cases import one_sided_only
+
+ON_GPU = DEVICE == "cuda"
+
+
+@functools.cache
+def launcher():
+    """All ranks at the same point."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    if folder[0] is not None:
+        compile_for_host(Path(folder[0]))
+    dist.broadcast_object_list(folder)
+    library = ctypes.CDLL(str(next(Path(folder[0]).glob("*.so"))))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return launcher_of(CudaCalls(library))
+
+
+class Counting:
+    """How often batches ran, and comparisons."""
+
+    def __init__(self):
+        self.num_runs = self.num_compared = 0
+
+    def __enter__(self):
+        self._kept = frame_batch.Batch.run, frame_batch.Prints.compare, frame_cache.launcher_of
+        run, compare, _ = self._kept
+
+        def counting_run(batch):
+            self.num_runs += 1
+            run(batch)
+
+        def counting_compare(prints):
+            self.num_compared += 1
+            compare(prints)
+
+        frame_batch.Batch.run, frame_batch.Prints.compare = counting_run, counting_compare
+        if not ON_GPU:
+            found = launcher()
+            frame_cache.launcher_of = lambda runtime, device: found if runtime.config.integrity == "off" else None
+        return self
+
+    def __exit__(self, *_):
+        frame_batch.Batch.run, frame_batch.Prints.compare, frame_cache.launcher_of = self._kept
+
+
+def at_once(case):
+    """The case with what batches there are."""
+
+    @functools.wraps(case)
+    def run(rank, world_size):
+        with Counting() as seen:
+            case(rank, world_size)
+        assert seen.num_runs > 0
+
+    return run
+
+
+case_one_encode_for_many_gathers = at_once(frame_cache_cases.case_one_encode_for_many_gathers)
+case_overflow_on_one_rank = at_once(frame_cache_cases.case_overflow_on_one_rank)
+case_unannounced_writes_found_later = at_once(frame_cache_cases.case_unannounced_writes_found_later)
+case_one_sided_many_gathers = at_once(frame_cache_one_sided_cases.case_one_encode_for_many_gathers)
+case_one_sided_like_an_earlier_one = at_once(frame_cache_one_sided_cases.case_gathers_like_an_earlier_one)
+case_one_sided_frames_made_anew = at_once(frame_cache_one_sided_cases.case_frames_are_made_anew_behind_what_sends_them)
+
+
+@one_sided_only
+def case_a_step_of_training(rank, world_size):
+    """In steady state all frames of a step are made by one batch, every gather is known, also the first in a pass, which compares; and what
+    nobody has announced is found by that."""
+    numels = (5000, 33, 70_001, 20_000)
+    with Counting() as seen:
+        world = World(world_size, numels)
+        world.cache.comparisons.on_host = False
+        for step in range(6):
+            if step == 3:
+                seen.num_runs = seen.num_compared = world.num_known = 0
+            for _ in range(2):
+                world.forward += 1                                  # a pass that compares, and one of what was compared
+                world.gather()
+                world.gather()
+            for i, n in enumerate(numels):
+                world.write(i, lambda r, i=i, n=n, step=step: data_of(r, n, 100 + 10 * step + i))
+            world.cache.changed(world.cache.slots)
+            world.cache.refresh()
+        # After a refresh the first gather reads the words; it, and no other, goes the long way.
+        assert (seen.num_runs, world.num_known) == (3, 3 * 3), (seen.num_runs, world.num_known)
+        assert seen.num_compared == 3 and world.stats.encodes == 3 * 7 and world.stats.unknown_writes == 0
+        world.gather()
+        if rank == 1:
+            world.shards[2].data.view(-1)[70_000] += 1              # nobody has announced that, nor sees it before the next words
+        world.forward += 1
+        outs = world.outs()
+        world.cache.known(world.cache.slots).launch(outs).wait()
+        world.cache.changed(world.cache.slots)
+        world.cache.refresh()
+        try:
+            world.cache.settle()
+            found = "nothing"
+        except CollectiveError as error:
+            found = str(error)
+        assert "shard 2 on rank 1" in found and "shard 0" not in found, found
+        world.close()
+
+
+def case_rooms_that_change_are_not_made_as_before(rank, world_size):
+    """A rank that has made a frame anew alone, in the layout that was agreed, still takes the next one with the others."""
+    with Counting() as seen:
+        world = World(world_size)
+        world.gather()
+        spreads = 2.0, 0.0, 0.0, 2.0, *[0.0] * 40, 2.0, 0.0
+        for step, spread in enumerate(spreads):
+            world.write(0, lambda r, step=step, spread=spread: data_of(r, seed=500 + step, spread=spread))
+            world.cache.changed(world.cache.slots)
+            world.cache.refresh()
+            world.gather()
+            if step % 3 == 2:
+                world.write(1, lambda r, step=step: data_of(r, seed=900 + step), on=1)
+                if rank == 1:
+                    world.cache.changed_here([world.cache.slots[1]])
+                    world.write(0, lambda r, step=step: data_of(r, seed=500 + step, spread=spreads[step]))
+                    world.cache.changed_here([world.cache.slots[0]])
+                world.gather()
+            sizes = [None] * world_size
+            dist.all_gather_object(sizes, [slot.codec and slot.codec.frame_bytes for slot in world.cache.slots])
+            assert all(each == sizes[0] for each in sizes), (step, sizes)
+        assert seen.num_runs > 10
+        world.close()

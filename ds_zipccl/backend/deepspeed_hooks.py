@@ -13,7 +13,7 @@ import deepspeed
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ds_zipccl.backend import deepspeed_comm, deepspeed_reports, step_trials, zero3_params, zero3_reduce, zero12
+from ds_zipccl.backend import deepspeed_comm, deepspeed_links, deepspeed_reports, step_trials, zero3_params, zero3_reduce, zero12
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import loader
@@ -33,6 +33,7 @@ def install(engine_module) -> None:
     cls = engine_module.DeepSpeedEngine
     cls._configure_with_arguments = _after(cls._configure_with_arguments, _on_configured)
     cls.step = _around_step(cls.step)
+    deepspeed_links.install(cls)
     zero3_params.install(cls)
     zero12.install()
     zero3_reduce.install()

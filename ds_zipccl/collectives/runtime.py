@@ -27,7 +27,7 @@ from ds_zipccl.collectives.native_calls import NativeCalls, list_signature, sign
 from ds_zipccl.collectives.one_sided import Router
 from ds_zipccl.collectives.registry import Call, CollectiveSpec, specs
 from ds_zipccl.collectives.repeats import Repeats
-from ds_zipccl.collectives.views import as_sum, contiguous
+from ds_zipccl.collectives.views import is_plain, simplified
 from ds_zipccl.collectives.work import DoneWork, Pending, ZipWork
 from ds_zipccl.collectives.workspace import Workspace
 from ds_zipccl.config import ZipcclConfig
@@ -105,7 +105,7 @@ class Runtime:
         if reason is None:
             inner, store = call, None
             if kind is None:
-                inner, store = _simplified(call)
+                inner, store = simplified(call)
                 pieces = parts.cut(spec, inner, self.config)
                 if len(pieces) > 1:
                     return self._run_parts(call, pieces, state, store)
@@ -164,7 +164,7 @@ class Runtime:
     def _known_kind(self, key: tuple | None, call: Call) -> Kind | None:
         """What was found out when such a call could be zipped, if it holds for this one too: all but this is in ``signature``."""
         kind = self._kinds.get(key)
-        if kind is None or not _is_plain(call.output) or call.input is not call.output and not _is_plain(call.input):
+        if kind is None or not is_plain(call.output) or call.input is not call.output and not is_plain(call.input):
             return None
         if kind.shapes is not None and kind.shapes != (call.output.shape, call.input.shape):
             return None
@@ -181,7 +181,7 @@ class Runtime:
         return self._known_kind(key, call) or self._new_kind(key, spec, call, state)
 
     def _new_kind(self, key: tuple | None, spec: CollectiveSpec, call: Call, state: GroupState) -> Kind | None:
-        if key is None or spec.pairwise and isinstance(call.input, tuple) or not _is_plain(call.output) or not _is_plain(call.input):
+        if key is None or spec.pairwise and isinstance(call.input, tuple) or not is_plain(call.output) or not is_plain(call.input):
             return None
         if len(self._kinds) >= MAX_KINDS:
             self._kinds.clear()
@@ -277,6 +277,17 @@ class Runtime:
         for states in self._groups.values():
             for kind in [kind for kind, state in states.items() if state.group is None]:
                 self._forget_calls(states.pop(kind))
+
+    def measure(self, op: str, dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device) -> bool:
+        """What such calls cost, ahead of the first one, if the switch will be asked; whether it was measured. All ranks of the group."""
+        spec, state = self._specs[op], self.state(group, device)
+        call, measured = spec.make_call(group, 1, dtype, device), state.measured("pair" if spec.pairwise else op, dtype)
+        if measured.costs is not None or not switch.decides(spec, call, self.config, self._one_sided):
+            return False
+        run_zipped, router = functools.partial(self._run_to_end, spec, state=state, kinds={}), self._one_sided
+        switch.measure_now(measured, spec, call, run_zipped, state, self.config, router if router.is_measured else None)
+        self.workspace.drop(lambda flight: flight.launch.trial)
+        return True
 
     def _choose(self, spec: CollectiveSpec, call: Call, state: GroupState, kind: Kind | None) -> str | None:
         """None: zipped; ONE_SIDED: the same over symmetric memory. Else the reason for native."""
@@ -386,14 +397,3 @@ class Runtime:
         Pending.of_flight(flight, state).finish()
         kinds[id(call)] = kind, known or self.repeats.known_as(call, kind, flight, self._groups[call.group.group_name])
         return True
-
-
-def _simplified(call: Call):
-    """(the call as a sum over dense tensors, function that fills the user's tensors from its, or None)."""
-    inner, store = contiguous(call)
-    return as_sum(inner), store
-
-
-def _is_plain(tensors) -> bool:
-    """Contiguous, all of them."""
-    return tensors.is_contiguous() if isinstance(tensors, torch.Tensor) else all([t.is_contiguous() for t in tensors])

@@ -317,6 +317,12 @@ def measure_if_due(measured: Measured, spec: CollectiveSpec, call: Call, run_zip
     """Counts the call, and measures with test calls like it; whether it did. ``router``: see ``choose``; ``prober``: instead of its own."""
     if not measured.due(config.reprobe_calls):
         return False
+    measure_now(measured, spec, call, run_zipped, state, config, router, prober)
+    return True
+
+
+def measure_now(measured: Measured, spec: CollectiveSpec, call: Call, run_zipped, state, config, router, prober=None) -> None:
+    """The same, whatever is due."""
     run_one_sided = None if router is None else (prober or router.prober)(spec, call, state)
     if may_go_native(spec, config) or run_one_sided is not None:
         costs = measure(spec, call, run_zipped, state.side, config.level, run_one_sided)
@@ -325,12 +331,19 @@ def measure_if_due(measured: Measured, spec: CollectiveSpec, call: Call, run_zip
         measured.costs = NO_CHOICE
     if router is not None:
         router.keep_what_wins(state)
-    return True
 
 
 def may_go_native(spec: CollectiveSpec, config) -> bool:
     """Whether native is a choice. Else it is between two ways to zip."""
     return getattr(config.collectives, spec.family) != "always"
+
+
+def decides(spec: CollectiveSpec, call: Call, config, router) -> bool:
+    """Whether such calls' ways are chosen by what they cost. ``router``: a ``one_sided.Router``."""
+    choice = getattr(config.collectives, spec.family)
+    if choice == "adaptive":
+        return not (spec.reduces and call.world_size > 2 and config.deterministic_reduce)
+    return choice == "always" and router.is_choice(spec, call)
 
 
 def choose(spec: CollectiveSpec, call: Call, run_zipped, state, config, router=None) -> str:

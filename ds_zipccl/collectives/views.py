@@ -39,6 +39,11 @@ def contiguous(call: Call):
     return inner, store
 
 
+def is_plain(tensors) -> bool:
+    """Contiguous, all of them."""
+    return tensors.is_contiguous() if isinstance(tensors, torch.Tensor) else all([t.is_contiguous() for t in tensors])
+
+
 def averages(call: Call) -> bool:
     return call.reduce_op is not None and call.reduce_op == dist.ReduceOp.AVG
 
@@ -56,6 +61,12 @@ def as_sum(call: Call) -> Call:
     scale = 1 / call.world_size
     scaled = tuple(t * scale for t in call.inputs)
     return replace(call, input=scaled if isinstance(call.input, tuple) else scaled[0], reduce_op=dist.ReduceOp.SUM)
+
+
+def simplified(call: Call):
+    """(the call as a sum over dense tensors, function that fills the user's tensors from its, or None)."""
+    inner, store = contiguous(call)
+    return as_sum(inner), store
 
 
 def flat(t: torch.Tensor) -> torch.Tensor:

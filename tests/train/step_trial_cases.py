@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ds_zipccl.backend import deepspeed_comm, deepspeed_hooks, step_trials
 from ds_zipccl.collectives import switch
 from ds_zipccl.collectives.cost import Costs, Curve
+from tests.train import moe_helpers
 from tests.train.zero_cases import VOCAB, Net, settings
 
 ADAPTIVE = {"enabled": True, "min_bytes": 1024, "step_trial_every": 3}
@@ -142,3 +143,46 @@ def case_another_engine_begins_anew(rank, world_size):
     for engine in (first, second):
         engine.destroy()
     deepspeed_hooks.deactivate()
+
+
+def case_links_are_measured_when_an_engine_is_made(rank, world):
+    """Of its data-parallel and expert-parallel groups, what its steps will call; no step measures anything then. The same on all ranks."""
+    original, seen = switch.measure, []
+
+    def measure(spec, call, *more):
+        seen.append((len(steps), call.op, call.dtype, call.world_size))
+        return original(spec, call, *more)
+
+    section = {**ADAPTIVE, "step_trials": False}
+    two = world == 2
+    sums = {0: ("all_reduce",), **dict.fromkeys((1, 2), ("reduce_scatter_uneven", "all_reduce")), 3: ("reduce_scatter_tensor",)}
+    with mock.patch.object(switch, "measure", measure):
+        for stage, min_bytes, cached, experts in ((0, 0, 0, 0), (1, 0, 0, 0), (2, 0, 0, 1), (3, 0, 0, 0), (3, 0, 1, 0), (3, 1 << 20, 0, 0)):
+            steps, seen = [], []
+            config = settings(stage, "bf16", gradient_accumulation_steps=1)
+            config["zipccl"] = {**section, "min_bytes": min_bytes or 1024, "cache_params": bool(cached)}
+            torch.manual_seed(0)
+            if experts:
+                engine = moe_helpers.initialize(moe_helpers.Net(num_experts=2 * world, ep_size=world), config)
+            else:
+                model = Net()
+                engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+            expected = [] if min_bytes or not two else [(0, op, torch.bfloat16, world) for op in sums[stage]]
+            expected += [(0, "all_gather_into_tensor", torch.bfloat16, world)] * (stage > 0 and not cached and not min_bytes)
+            expected += [(0, "all_to_all_single", torch.bfloat16, world)] * experts
+            others = {"broadcast", *["all_gather_into_tensor"] * cached}            # what DeepSpeed calls while it makes an engine
+            assert sorted(map(str, (call for call in seen if call[1] not in others))) == sorted(map(str, expected)), (stage, seen)
+            generator = torch.Generator("cpu").manual_seed(rank)
+            for step in range(2):
+                steps.append(step)
+                tokens = torch.randint(0, VOCAB, (4, 7), generator=generator, device="cpu").to(engine.device)
+                engine.backward(engine(moe_helpers.samples(step) if experts else tokens))
+                engine.step()
+            assert all(call[1] == "all_gather_into_tensor" and cached for call in seen if call[0]), seen        # frames: at their first
+            groups = deepspeed_comm.live_runtime()._groups
+            costs = [(key, measured.num_calls, measured.costs) for name in sorted(groups) for state in groups[name].values()
+                     for key, measured in state._measured.items()]
+            assert_same_everywhere(costs)
+            assert not expected or any(cost for *_, cost in costs)
+            engine.destroy()
+            deepspeed_hooks.deactivate()

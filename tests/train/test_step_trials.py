@@ -16,8 +16,9 @@ def test_two_ranks(case):
     assert_ok(MODULE, CASES, 2, case)
 
 
-def test_three_ranks():
-    assert_ok(MODULE, CASES[:1], 3, CASES[0])
+@pytest.mark.parametrize("case", CASES[::len(CASES) - 1])
+def test_three_ranks(case):
+    assert_ok(MODULE, CASES[::len(CASES) - 1], 3, case)
 
 
 def test_what_stands_out_is_not_counted():

@@ -1,0 +1,53 @@
+"""The links of an engine's groups are measured when it is made: all its ranks are there, nothing is in flight, and no step waits for it.
+
+What it will call follows from its configuration, alike on all ranks of a group. What else comes is measured at its first call: groups of
+tensor, pipeline and sequence parallelism, kept frames (``cache_params``), collectives of the user's own. Source of the names:
+deepspeed/runtime/engine.py (``DeepSpeedEngine``), deepspeed/runtime/zero/stage_1_and_2.py and stage3.py, 0.19.8.
+"""
+import torch
+
+from ds_zipccl.backend import zero3_writers
+from ds_zipccl.backend.deepspeed_comm import live_runtime
+from ds_zipccl.backend.deepspeed_native import resolve
+from ds_zipccl.backend.policy import WORTHWHILE
+
+
+def install(engine_class) -> None:
+    """Patches chain."""
+    engine_class.__init__ = zero3_writers.after(engine_class.__init__, measure)
+
+
+def measure(engine, *_args, **_kwargs) -> None:
+    """All ranks at the same point. Models whose calls would all be below ``min_bytes`` have none to be measured."""
+    runtime = live_runtime()
+    if runtime is None or engine.device.type not in runtime.kernels:
+        return
+    numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters() if getattr(p, "allreduce", True))
+    measured = False
+    for op, dtype, group in calls_of(engine, runtime.config.cache_params):
+        group = resolve(group)
+        if (group is not None and group.size() > 1 and dtype in WORTHWHILE and not getattr(group, "zips_itself", False)
+                and numel * dtype.itemsize >= runtime.config.min_bytes):
+            measured |= runtime.measure(op, dtype, group, engine.device)
+    if measured and engine.device.type == "cuda":
+        torch.cuda.empty_cache()                    # what test calls took is the model's now
+
+
+def calls_of(engine, cache_params: bool) -> list[tuple]:
+    """(collective, dtype, group) of each kind that its steps make."""
+    stage, zero, groups = engine.zero_optimization_stage(), engine.optimizer, [engine.seq_data_parallel_group]
+    gradients = getattr(zero, "communication_data_type", engine.communication_data_type)
+    weights = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else torch.float32
+    if stage == 0:
+        kinds = [("all_reduce", gradients)]
+    elif stage == 3:                                # those that parameters are partitioned over, in the order of the model
+        groups = list(dict.fromkeys(p.ds_process_group for p in engine.module.parameters() if hasattr(p, "ds_process_group")))
+        kinds = [("reduce_scatter_tensor", gradients), *[("all_gather_into_tensor", weights)] * (not cache_params)]
+    else:                                           # a bucket of few owners is all_reduced
+        kinds = [("reduce_scatter_uneven", gradients), ("all_reduce", gradients), ("all_gather_into_tensor", weights)]
+    calls = []
+    for name in sorted(engine.expert_parallel_group) if engine.has_moe_layers else ():
+        calls.append(("all_to_all_single", weights, engine.expert_parallel_group[name]))
+        if stage < 3:
+            groups.append(engine.expert_data_parallel_group[name])
+    return [(*kind, group) for group in groups for kind in kinds] + calls

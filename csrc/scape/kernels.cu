@@ -38,6 +38,19 @@ static int owner_of(const Owner& c, cudaStream_t stream) {
     return last_error();
 }
 
+template <bool kDecay>
+static int owner_of_all(const Owner& c, cudaStream_t stream) {
+    const u64 out_bytes = c.out_dtype == kFp32 ? 4 : 2;
+    if (((u64)c.weight | (u64)c.momentum | (u64)c.mean) % 16 || (u64)c.last_sync % (4 * c.last_bytes) || (u64)c.out % (4 * out_bytes))
+        return owner_of<kDecay, kStepPer>(c, stream);
+    const i64 grid = ceil_div(c.num, kThreads * 4);
+    if (c.last_bytes == 4)
+        SCAPE_LAUNCH((owner_fours_kernel<kDecay, 4>), grid, kThreads, stream, c);
+    else
+        SCAPE_LAUNCH((owner_fours_kernel<kDecay, 2>), grid, kThreads, stream, c);
+    return last_error();
+}
+
 template <class K>
 static void choose_as(const Select& c, const Scratch& s, i64 grid, bool has_hints, cudaStream_t stream) {
     for (int again = 0; again < 2; ++again) {
@@ -111,7 +124,7 @@ int scape_cuda_mark_overdue(float* rank_by, const void* last_sync, int last_byte
 int scape_cuda_owner_step(const Owner* c, cudaStream_t stream) {
     if (!c->num) return 0;
     if (c->index) return c->decay ? owner_of<true, 1>(*c, stream) : owner_of<false, 1>(*c, stream);
-    return c->decay ? owner_of<true, kStepPer>(*c, stream) : owner_of<false, kStepPer>(*c, stream);
+    return c->decay ? owner_of_all<true>(*c, stream) : owner_of_all<false>(*c, stream);
 }
 
 int scape_cuda_dense_step(const Dense* c, cudaStream_t stream) {

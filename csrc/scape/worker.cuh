@@ -213,6 +213,16 @@ __global__ void __launch_bounds__(kThreads) mark_overdue_kernel(float* rank_by, 
     }
 }
 
+// One coordinate that was synchronised at `last` for the last time, in place.
+template <bool kDecay, int kLast>
+__device__ __forceinline__ void owner_one(const Owner& c, float& w, float& m, float mean, u32 last) {
+    const int age = age_of(last, kLast, c.step - 1) + 1;          // at least 1
+    const int oldest = (int)c.num_tables - 1, longest = (int)c.num_decay - 1;
+    const int a = c.catch_up ? (age < oldest ? age : oldest) : 1;
+    const Coefficients by_age = {c.kept[a], c.taken[a], c.moved[a], c.gradient_moved[a], (float)a};
+    catch_up<kDecay>(w, m, mean, by_age, kDecay ? c.decay[age < longest ? age : longest] : 1.0f, c.numbers);
+}
+
 // kPer: coordinates of a thread. Scattered ones wait long for memory, and are asked for by as many threads as there are. kLast:
 // c.last_bytes.
 template <bool kDecay, u32 kPer, int kLast>
@@ -235,15 +245,54 @@ __global__ void __launch_bounds__(kThreads) owner_kernel(const Owner c) {
     for (u32 j = 0; j < kPer; ++j) {
         const i64 i = start + j * kThreads;
         if (i >= c.num) continue;
-        const int age = age_of(last[j], kLast, c.step - 1) + 1;          // at least 1
-        const int oldest = (int)c.num_tables - 1, longest = (int)c.num_decay - 1;
-        const int a = c.catch_up ? (age < oldest ? age : oldest) : 1;
-        const Coefficients by_age = {c.kept[a], c.taken[a], c.moved[a], c.gradient_moved[a], (float)a};
-        catch_up<kDecay>(w[j], m[j], mean[j], by_age, kDecay ? c.decay[age < longest ? age : longest] : 1.0f, c.numbers);
+        owner_one<kDecay, kLast>(c, w[j], m[j], mean[j], last[j]);
         c.weight[at[j]] = w[j];
         c.momentum[at[j]] = m[j];
         store_last(c.last_sync, c.lasts_by_place ? i : at[j], kLast, (u32)c.step);
         store_float(c.out, i, w[j], c.out_dtype);
+    }
+}
+
+// All coordinates, four neighbours a thread, which are read and written together: everything is aligned to four elements. (One at a time a
+// thread has twice as many accesses, and the tables' come on top.)
+template <bool kDecay, int kLast>
+__global__ void __launch_bounds__(kThreads) owner_fours_kernel(const Owner c) {
+    const i64 start = ((i64)blockIdx.x * kThreads + threadIdx.x) * 4;
+    if (start + 4 > c.num) {
+        for (i64 i = start; i < c.num; ++i) {
+            owner_one<kDecay, kLast>(c, c.weight[i], c.momentum[i], c.mean[i], load_last(c.last_sync, i, kLast));
+            store_last(c.last_sync, i, kLast, (u32)c.step);
+            store_float(c.out, i, c.weight[i], c.out_dtype);
+        }
+        return;
+    }
+    float w[4], m[4], mean[4];
+    u32 last[4];
+    load_four((u32*)w, c.weight + start);
+    load_four((u32*)m, c.momentum + start);
+    load_four((u32*)mean, c.mean + start);
+    if (kLast == 4) {
+        load_four(last, (const u32*)c.last_sync + start);
+    } else {
+        const uint2 four = *(const uint2*)((const u16*)c.last_sync + start);
+        last[0] = four.x & 0xffff, last[1] = four.x >> 16, last[2] = four.y & 0xffff, last[3] = four.y >> 16;
+    }
+#pragma unroll
+    for (u32 j = 0; j < 4; ++j) owner_one<kDecay, kLast>(c, w[j], m[j], mean[j], last[j]);
+    store_four(c.weight + start, w);
+    store_four(c.momentum + start, m);
+    if (kLast == 4) {
+        *(uint4*)((u32*)c.last_sync + start) = make_uint4((u32)c.step, (u32)c.step, (u32)c.step, (u32)c.step);
+    } else {
+        const u32 two = (u32)(u16)c.step * 0x10001u;
+        *(uint2*)((u16*)c.last_sync + start) = make_uint2(two, two);
+    }
+    if (c.out_dtype == kFp32) {
+        store_four((float*)c.out + start, w);
+    } else {
+        const bool is_bf16 = c.out_dtype == kBf16;
+        *(uint2*)((u16*)c.out + start) = is_bf16 ? make_uint2(floats_to_bf16x2(w[0], w[1]), floats_to_bf16x2(w[2], w[3]))
+                                                 : make_uint2(floats_to_halfx2(w[0], w[1]), floats_to_halfx2(w[2], w[3]));
     }
 }
 

@@ -33,8 +33,8 @@ def install(engine_module) -> None:
     cls = engine_module.DeepSpeedEngine
     cls._configure_with_arguments = _after(cls._configure_with_arguments, _on_configured)
     cls.step = _around_step(cls.step)
-    deepspeed_links.install(cls)
     zero3_params.install(cls)
+    deepspeed_links.install(cls)
     zero12.install()
     zero3_reduce.install()
 

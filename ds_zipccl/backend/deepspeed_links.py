@@ -1,7 +1,7 @@
 """The links of an engine's groups are measured when it is made: all its ranks are there, nothing is in flight, and no step waits for it.
 
 What it will call follows from its configuration, alike on all ranks of a group. What else comes is measured at its first call: groups of
-tensor, pipeline and sequence parallelism, kept frames (``cache_params``), collectives of the user's own. Source of the names:
+tensor, pipeline and sequence parallelism, hpZ's second partitions, collectives of the user's own. Source of the names:
 deepspeed/runtime/engine.py (``DeepSpeedEngine``), deepspeed/runtime/zero/stage_1_and_2.py and stage3.py, 0.19.8.
 """
 import torch
@@ -10,10 +10,13 @@ from ds_zipccl.backend import zero3_writers
 from ds_zipccl.backend.deepspeed_comm import live_runtime
 from ds_zipccl.backend.deepspeed_native import resolve
 from ds_zipccl.backend.policy import WORTHWHILE
+from ds_zipccl.collectives.frame_ways import Ways
+
+CACHED = "kept frames"                  # gathers of cache_params
 
 
 def install(engine_class) -> None:
-    """Patches chain."""
+    """Patches chain. After ``zero3_params.install``, which says what has frames."""
     engine_class.__init__ = zero3_writers.after(engine_class.__init__, measure)
 
 
@@ -24,17 +27,20 @@ def measure(engine, *_args, **_kwargs) -> None:
         return
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters() if getattr(p, "allreduce", True))
     measured = False
-    for op, dtype, group in calls_of(engine, runtime.config.cache_params):
+    for op, dtype, group in calls_of(engine):
         group = resolve(group)
         if (group is not None and group.size() > 1 and dtype in WORTHWHILE and not getattr(group, "zips_itself", False)
                 and numel * dtype.itemsize >= runtime.config.min_bytes):
-            measured |= runtime.measure(op, dtype, group, engine.device)
+            if op == CACHED:
+                measured |= Ways(runtime, group, engine.device).measure(dtype)
+            else:
+                measured |= runtime.measure(op, dtype, group, engine.device)
     if measured and engine.device.type == "cuda":
         torch.cuda.empty_cache()                    # what test calls took is the model's now
 
 
-def calls_of(engine, cache_params: bool) -> list[tuple]:
-    """(collective, dtype, group) of each kind that its steps make."""
+def calls_of(engine) -> list[tuple]:
+    """(collective or CACHED, dtype, group) of each kind that its steps make."""
     stage, zero, groups = engine.zero_optimization_stage(), engine.optimizer, [engine.seq_data_parallel_group]
     gradients = getattr(zero, "communication_data_type", engine.communication_data_type)
     weights = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else torch.float32
@@ -42,7 +48,9 @@ def calls_of(engine, cache_params: bool) -> list[tuple]:
         kinds = [("all_reduce", gradients)]
     elif stage == 3:                                # those that parameters are partitioned over, in the order of the model
         groups = list(dict.fromkeys(p.ds_process_group for p in engine.module.parameters() if hasattr(p, "ds_process_group")))
-        kinds = [("reduce_scatter_tensor", gradients), *[("all_gather_into_tensor", weights)] * (not cache_params)]
+        frames = getattr(engine, zero3_writers.ATTRIBUTE, None)
+        gather = CACHED if frames is not None and frames.groups else "all_gather_into_tensor"
+        kinds = [("reduce_scatter_tensor", gradients), (gather, weights)]
     else:                                           # a bucket of few owners is all_reduced
         kinds = [("reduce_scatter_uneven", gradients), ("all_reduce", gradients), ("all_gather_into_tensor", weights)]
     calls = []

@@ -122,6 +122,11 @@ class EngineFrames:
         p.all_gather_coalesced = functools.partial(self.all_gather_coalesced, p.all_gather_coalesced)
         setattr(p, ATTRIBUTE, self)
 
+    @property
+    def groups(self) -> list[torch.distributed.ProcessGroup]:
+        """In which frames are gathered, in the order of the model."""
+        return list(self._caches)
+
     # -- gathers
 
     def all_gather_coalesced(self, original, params, safe_mode: bool = False, quantize: bool = False):

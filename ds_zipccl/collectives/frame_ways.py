@@ -169,13 +169,26 @@ class Ways:
 
     # -- measured with frames made beforehand
 
+    def measure(self, dtype: torch.dtype) -> bool:
+        """As ``Runtime.measure``, of gathers of frames."""
+        call, measured = self._example(dtype), self._state.measured("cached_all_gather", dtype)
+        if measured.costs is not None or not switch.decides(all_gather.SPEC, call, self._runtime.config, self._runtime.router):
+            return False
+        self._runtime.settle(self._group)
+        switch.measure_now(*self._how(measured, call))
+        return True
+
     def _measured(self, call: Call) -> switch.Measured:
         runtime, measured = self._runtime, self._state.measured("cached_all_gather", call.dtype)
         if measured.is_due_next(runtime.config.reprobe_calls):
             runtime.settle(self._group)
-        switch.measure_if_due(measured, all_gather.SPEC, call, self._trial(self._over_group, runtime.config.level), self._state,
-                              runtime.config, runtime.router if runtime.router.is_measured else None, self._prober)
+        switch.measure_if_due(*self._how(measured, call))
         return measured
+
+    def _how(self, measured: switch.Measured, call: Call) -> tuple:
+        runtime = self._runtime
+        return (measured, all_gather.SPEC, call, self._trial(self._over_group, runtime.config.level), self._state, runtime.config,
+                runtime.router if runtime.router.is_measured else None, self._prober)
 
     def _prober(self, _spec, call: Call, state) -> Callable[[Call], bool] | None:
         transport, reason = self._runtime.router.for_rows(call, state, again=True)

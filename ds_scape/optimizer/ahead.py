@@ -50,7 +50,7 @@ class Ahead:
         self.spares = [[host_zeros(of.numel(), of.dtype, device, flow.params.offload.pin_memory) for of in stored] for stored in (
             [flat.stored_residual for flat in flow.flats], [flat.stored_last_sync for flat in flow.flats if self.is_whole])]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._run, self._is_void, self.is_wanted, self._has_passed, self.is_choosing = None, False, True, False, False
+        self._run, self._is_void, self.is_wanted, self._passed, self.is_choosing = None, False, True, None, False
 
     @property
     def is_running(self) -> bool:
@@ -127,8 +127,13 @@ class Ahead:
 
     def choosing(self):
         """Within, the next mask is found: beside what comes next, if what ranks it has passed already."""
-        self.is_choosing, self._has_passed = self._has_passed, False
-        return self._beside() if self.is_choosing else contextlib.nullcontext()
+        passed, self._passed = self._passed, None
+        self.is_choosing = passed is not None
+        if not self.is_choosing:
+            return contextlib.nullcontext()
+        for tensor in (*passed, *(flat.square for flat in self._flow.flats)) if self._flow._device.type == "cuda" else ():
+            tensor.record_stream(self._stream)          # whoever drops all of this now does not wait for it
+        return self._beside()
 
     def take(self, factor: float) -> _Run | None:
         """What has passed already, if it was right."""
@@ -160,7 +165,7 @@ class Ahead:
                 setattr(flat, name, spares[i])
                 spares[i] = now
         self._order = run.completed + [i for i in self._order if i not in set(run.completed)]
-        self._has_passed = self.is_whole
+        self._passed = run.fresh if self.is_whole else None
         self.drop()
         return run.lasts if self.is_whole else None
 

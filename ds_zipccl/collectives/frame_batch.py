@@ -10,6 +10,8 @@ from ds_zipccl.kernels import ops
 from ds_zipccl.kernels.cuda_calls import FRAME_ALIGN, workspace_words
 from ds_zipccl.kernels.launch_calls import step
 
+MAX_PRINTS = (1 << 16) - 1              # a grid's second dimension; mixtures of experts can have more parameters
+
 
 class Prints:
     """Fingerprints of the slots' ``data``, in ``Slot.print``; all stay where they are. ``differs``: bool, by slots' index: set where one is
@@ -35,8 +37,9 @@ class Prints:
 
     @staticmethod
     def can(slots: list[Slot], data: list[torch.Tensor]) -> bool:
-        return all([slot.print is not None and slot.print.numel() == shape_of(x)[2] and (x.data_ptr() + 2 * shape_of(x)[1]) % 8 == 0
-                    for slot, x in zip(slots, data, strict=True)])
+        return len(slots) <= MAX_PRINTS and all([
+            slot.print is not None and slot.print.numel() == shape_of(x)[2] and (x.data_ptr() + 2 * shape_of(x)[1]) % 8 == 0
+            for slot, x in zip(slots, data, strict=True)])
 
 
 class Batch:

@@ -5,7 +5,7 @@ import torch
 
 from ds_zipccl.codec.codec import Codec, split_status
 from ds_zipccl.collectives.fingerprint import fingerprint, shape_of
-from ds_zipccl.collectives.frame_batch import Batch, Prints
+from ds_zipccl.collectives.frame_batch import MAX_PRINTS, Batch, Prints
 from ds_zipccl.collectives.frame_slot import Slot
 from ds_zipccl.errors import KernelError
 from tests.zipccl.emulated_launcher import launcher_of
@@ -80,6 +80,12 @@ def test_rows_that_begin_between_words_are_done_one_by_one():
         assert Prints.can(slots, [x]) == (x is data)
         slots[0].print = slots[0].print[:-1]
         assert not Prints.can(slots, [x])
+
+
+def test_more_than_a_grid_has_are_done_one_by_one():
+    (data,), slot = parts((130,), 3), slots_of(parts((130,), 3))[0]
+    slot.print = fingerprint(data)
+    assert Prints.can([slot] * MAX_PRINTS, [data] * MAX_PRINTS) and not Prints.can([slot] * (MAX_PRINTS + 1), [data] * (MAX_PRINTS + 1))
 
 
 def test_frames_and_fingerprints_of_many(launcher):

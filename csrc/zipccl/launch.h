@@ -92,6 +92,21 @@ struct Repeat {
     u32* words;                                    // where `finish` puts the ranks' words
 };
 
+// Of rows of `row_bytes` that came from `num_ranks`, one behind the other: what is at byte `at` of each, a frame (or, without a geometry, data
+// of `num_bytes`), goes to output `which`, from its byte `to` on, rank r's `row_stride` * r further.
+struct Piece {
+    const void* geometry;
+    i64 at, num_bytes, which, to, row_stride;
+};
+struct Filling {
+    const Functions* functions;
+    const Piece* pieces;
+    i64 num_pieces, row_bytes, num_ranks;
+    void* errors;                                  // what decode finds
+};
+
+const int MAX_OUTPUTS = 509;                       // of a filling: launch_calls.py repeats it
+
 const int NOT_SO = -1000;                          // nothing was done
 
 const int NCCL_UINT8 = 1;
@@ -204,11 +219,35 @@ int zipccl_launch_finish(const Repeat* r, void* stream, u64 count) {
     return 0;
 }
 
-// The two as Python's own functions.
+// Queues what fills the outputs on `stream`.
+int zipccl_launch_fill(const Filling* filling, const u8* rows, void* stream, const u64* outs) {
+    const Functions& f = *filling->functions;
+    for (i64 i = 0; i < filling->num_pieces; i++) {
+        const Piece& p = filling->pieces[i];
+        u8* to = (u8*)outs[p.which] + p.to;
+        const u8* from = rows + p.at;
+        int code = 0;
+        if (p.geometry) {
+            code = f.decode(p.geometry, from, filling->row_bytes, to, p.row_stride, filling->num_ranks, -1, filling->errors, stream);
+        } else {
+            for (i64 r = 0; r < filling->num_ranks && !code; r++)
+                code = f.copy((u64)(to + r * p.row_stride), (u64)(from + r * filling->row_bytes), (size_t)p.num_bytes, stream);
+        }
+        if (code) return code;
+    }
+    return 0;
+}
+
+// The three as Python's own functions; the outputs come last.
 void zipccl_launch_python(const Python* functions) { python = *functions; }
 void* zipccl_launch_repeat_python(void*, void** arguments, ptrdiff_t) {
     return from_python<5>(arguments, [](const u64* a) {
         return zipccl_launch_repeat((const Repeat*)a[0], (void*)a[1], (const u8*)a[2], (u8*)a[3], a[4]);
+    });
+}
+void* zipccl_launch_fill_python(void*, void** arguments, ptrdiff_t num) {
+    return from_python_up_to<MAX_OUTPUTS + 3>(arguments, num, [](const u64* a) {
+        return zipccl_launch_fill((const Filling*)a[0], (const u8*)a[1], (void*)a[2], a + 3);
     });
 }
 void* zipccl_launch_finish_python(void*, void** arguments, ptrdiff_t) {

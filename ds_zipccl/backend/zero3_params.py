@@ -168,7 +168,7 @@ class EngineFrames:
         cache, slots = self._slots[handle.params[0]][0], [slot for slots in handle.slots for slot in slots]
         gather = cache.known(slots)
         before = self._known.get(which)
-        if gather is None or before is not None and before.gather is gather:
+        if gather is None or before is not None and before.gather is gather or not handle.outputs:
             return
         if len(self._known) >= MAX_SETS:
             self._known.clear()
@@ -282,8 +282,12 @@ class _Known:
                     or shard.numel() != numel or shard.dtype is not dtype or get_allgather_dtype(p, shard) is not dtype):
                 return None
         handle, device = _Handle(*self._of), self._device
-        handle.outputs = [torch.empty(numel, dtype=dtype, device=device) for numel, dtype in self._sizes]
-        handle.gather = self.gather.launch(handle.outputs)
+
+        def make_outputs() -> list[torch.Tensor]:
+            handle.outputs = [torch.empty(numel, dtype=dtype, device=device) for numel, dtype in self._sizes]
+            return handle.outputs
+
+        handle.gather = self.gather.launch(make_outputs)
         if handle.gather is None:
             return None
         for p in handle.params:

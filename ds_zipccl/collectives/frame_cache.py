@@ -48,7 +48,7 @@ class FrameCache:
         self.device, self._boundary = device, boundary
         self.pending: tuple | None = None
         # After the last write or encode, and after what a gather last read on its caller's stream; streams that wait for the former.
-        self._written, self._read, self._waiting = streams.Mark(device), streams.Mark(device), set()
+        self._written, self.read, self._waiting = streams.Mark(device), streams.Mark(device), set()
         self.num_writes = 0                         # announced, or of frames
         self.join_sent: Callable[[], None] | None = None           # the last one-sided gather, whose frames may be on their way still
         self._ways = Ways(runtime, group, device)
@@ -129,7 +129,7 @@ class FrameCache:
                     words[i] = REFUSED
         for slot in stale:
             slot.stale = slot.used = False
-        if self.comparisons.tell(words[-1:], self._read):
+        if self.comparisons.tell(words[-1:], self.read):
             self._note_write()
         size = self.group.size()
         table = torch.empty(size * words.numel(), dtype=torch.int32, device=self.device)
@@ -233,7 +233,7 @@ class FrameCache:
 
     def _before_encode(self) -> None:
         self._wait_for_writes()
-        self._read.join()
+        self.read.join()
         if self.join_sent is not None:
             self.join_sent()
 
@@ -297,7 +297,7 @@ class FrameCache:
         if not self._may_queue():
             return False
         prints.compare()
-        self._read.set()
+        self.read.set()
         for slot in slots:
             slot.checked = boundary
         return True
@@ -323,9 +323,8 @@ class FrameCache:
             return None
         self.before_gather()
         sources, self.comparisons.has_compared = [slot.source() for slot in slots], False
-        boundary = self.boundary
+        boundary, failure = self.boundary, None
         try:
-            failure = None
             for slot, source in zip(slots, sources, strict=True):
                 # Most are as they were, which costs no more than to see it.
                 if slot.codec is not None and (boundary is None or boundary is not _ANY and slot.checked != boundary or slot.dirty
@@ -335,7 +334,7 @@ class FrameCache:
             failure = error
         gather, row = self._launch(slots, sources, make_outs, way, bases)
         if way != ONE_SIDED or self.comparisons.has_compared:
-            self._read.set()
+            self.read.set()
         if way != ONE_SIDED:                        # else the transport keeps them
             for slot in slots:
                 self._used_here(slot.frame)
@@ -352,18 +351,21 @@ class FrameCache:
                 bases: list[torch.Tensor] | None) -> tuple[PieceGather | SymmetricWork, int]:
         """(the gather, how many bytes it sends to each peer)"""
         if way == ONE_SIDED:
-            self.runtime.state(self.group, self.device).settle()           # resends must be queued before what waits for peers
+            self.runtime.state(self.group, self.device).settle()            # resends must be queued before what waits for peers
             kinds, arranged = self._ways.rows(slots)
-            rows = [Row(self._data(source), out, kind[0], s.frame, kind[2])
-                    for s, source, out, kind in zip(slots, sources, make_outs(), kinds, strict=True) if s.numel]
-            work = self._ways.transport.gather_rows(rows, arranged)
-            self.join_sent = work.join
-            if bases is not None:
-                self._ways.know(self, slots, bases, rows, work.sent_bytes)
-            return work, work.sent_bytes // (self.group.size() - 1)
-        pieces = [Piece(self._data(source), s.frame, s.codec) for s, source in zip(slots, sources, strict=True)]
-        gather = PieceGather(pieces, make_outs, self.group, self.runtime.workspace)
-        return gather, gather.row_bytes
+            outs = make_outs()
+            parts = [Row(self._data(source), out, kind[0], s.frame, kind[2])
+                     for s, source, out, kind in zip(slots, sources, outs, kinds, strict=True) if s.numel]
+            gather = self._ways.transport.gather_rows(parts, arranged)
+            self.join_sent, num_bytes = gather.join, gather.sent_bytes
+        else:
+            parts = [Piece(self._data(source), s.frame, s.codec) for s, source in zip(slots, sources, strict=True)]
+            outs = make_outs() if bases is not None and self._ways.is_to_be_known(slots, way) else None
+            gather = PieceGather(parts, make_outs if outs is None else lambda: outs, self.group, self.runtime.workspace)
+            num_bytes = gather.row_bytes * (self.group.size() - 1)
+        if bases is not None:
+            self._ways.know(self, slots, bases, way, parts, outs, self._launcher, num_bytes)
+        return gather, num_bytes // (self.group.size() - 1)
 
     def _count(self, slots: list[Slot], row: int, way: str) -> None:
         stats, others = self.stats, self.group.size() - 1
@@ -372,11 +374,9 @@ class FrameCache:
             slot.used = True
             if slot.codec is None:
                 stats.bypassed[slot.reason] += 1
-        stats.gathers += 1
-        stats.one_sided += way == ONE_SIDED
+        stats.gathers, stats.one_sided = stats.gathers + 1, stats.one_sided + (way == ONE_SIDED)
         stats.shards += sum(slot.codec is not None for slot in slots)
-        stats.raw_bytes += raw
-        stats.wire_bytes += row * others
+        stats.raw_bytes, stats.wire_bytes = stats.raw_bytes + raw, stats.wire_bytes + row * others
         if self._ways.against is not None:
             self.runtime.stats.not_one_sided(OP, self._ways.against)
         self.runtime.stats.zipped(OP, raw, row * others, one_sided=way == ONE_SIDED)

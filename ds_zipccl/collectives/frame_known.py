@@ -1,9 +1,11 @@
-"""Gathers of kept frames (frame_cache.py) over symmetric memory like an earlier one of the same slots: nothing is looked at but what may
-have changed since, and one call of C queues it. On a host that was busy elsewhere the whole way took 210 us before the first kernel was
-queued."""
+"""Gathers of kept frames (frame_cache.py) like an earlier one of the same slots: nothing is looked at but what may have changed since. Over
+symmetric memory one call of C queues it: on a host that was busy elsewhere the whole way took 210 us before the first kernel was queued."""
+from collections.abc import Callable
+
 import torch
 
 from ds_zipccl.collectives import streams
+from ds_zipccl.collectives.cached import KnownPieceGather, KnownPieces
 from ds_zipccl.collectives.cost import ONE_SIDED
 from ds_zipccl.collectives.frame_slot import OP, Slot
 from ds_zipccl.collectives.switch import MAX_SIZES, Measured
@@ -12,18 +14,18 @@ from ds_zipccl.collectives.symmetric_known import KnownRows
 
 
 class KnownGather:
-    """``bases``: the tensors that the slots' data are parts of, where they were. ``data``: of those with frames. ``rows``: what it takes to
-    launch it. ``measured``: whose costs chose the way (None: nobody's), and ``size``: its key there. ``sent``: bytes, natively and
-    really."""
+    """``bases``: the tensors that the slots' data are parts of, where they were. ``data``: of those with frames. ``way``:
+    ONE_SIDED or ZIPPED; ``rows``: what it takes to launch it. ``measured``: whose costs chose the way (None: nobody's), and ``size``: its
+    key there. ``sent``: bytes, natively and really."""
     __slots__ = ("_cache", "_slots", "_places", "_rows", "_measured", "_costs", "_size", "_num_writes", "_boundary", "_framed",
-                 "_data", "_prints", "_bypassed", "_sent", "_count", "_state")
+                 "_data", "_prints", "_bypassed", "_sent", "_count", "_state", "_way")
 
-    def __init__(self, cache, slots: list[Slot], bases: list[torch.Tensor], data: list[torch.Tensor], rows: KnownRows,
-                 measured: Measured | None, size: tuple, sent: tuple[int, int]):
+    def __init__(self, cache, slots: list[Slot], bases: list[torch.Tensor], data: list[torch.Tensor], way: str,
+                 rows: KnownRows | KnownPieces, measured: Measured | None, size: tuple, sent: tuple[int, int]):
         self._cache, self._slots, self._rows, self._measured, self._size, self._sent = cache, slots, rows, measured, size, sent
         self._framed, self._data, self._prints = [slot for slot in slots if slot.codec is not None], data, None
-        self._bypassed = [slot.reason for slot in slots if slot.codec is None]
-        self._count = cache.runtime.stats.zipped_count(OP, *sent, one_sided=True)
+        self._way, self._bypassed = way, [slot.reason for slot in slots if slot.codec is None]
+        self._count = cache.runtime.stats.zipped_count(OP, *sent, one_sided=way == ONE_SIDED)
         self._state = cache.runtime.state(cache.group, cache.device)
         # When it was written last is nobody's business of what has no frame.
         framed = [slot.place[1] for slot in slots if slot.codec is not None and slot.numel]
@@ -49,10 +51,11 @@ class KnownGather:
         self._rows, self._prints, self._data, self._places = None, None, [], []
 
     def _is_there(self, stream: int | None) -> bool:
-        return self._rows is not None and self._rows.transport.is_open and stream == self._rows.stream
+        return self._rows is not None and self._rows.is_open and stream == self._rows.stream
 
-    def launch(self, outputs: list[torch.Tensor]) -> SymmetricWork | None:
-        """``outputs``: in the order of ``FrameCache.gather``'s. None: ask that, nothing has happened."""
+    def launch(self, make_outputs: Callable[[], list[torch.Tensor]]) -> SymmetricWork | KnownPieceGather | None:
+        """``make_outputs``: called once, when they are needed; in the order of ``FrameCache.gather``'s. None: ask that, nothing has
+        happened."""
         cache, measured = self._cache, self._measured
         if not self._is_there(streams.current(cache.device)) or cache.pending is not None:
             return None
@@ -68,7 +71,7 @@ class KnownGather:
             if base.data_ptr() != at or version is not None and base._version != version:
                 return None
         if measured is not None and (
-                measured.costs is not self._costs or measured.ways.get(self._size) != ONE_SIDED or len(measured.ways) >= MAX_SIZES
+                measured.costs is not self._costs or measured.ways.get(self._size) != self._way or len(measured.ways) >= MAX_SIZES
                 or measured.is_due_next(cache.runtime.config.reprobe_calls)):
             return None
         if self._num_writes != cache.num_writes and not self._is_as_agreed():
@@ -78,16 +81,19 @@ class KnownGather:
             if not cache.compare(self._prints, self._framed, boundary):
                 return None
             self._boundary = boundary
-        if self._state.in_flight:
+        if self._way == ONE_SIDED and self._state.in_flight:
             self._state.settle()                            # resends must be queued before what waits for peers
-        work = self._rows.launch(outputs)
+        work = self._rows.launch(make_outputs)
         if work is None:
             return None
         if measured is not None:
             measured.count()
-        cache.join_sent = work.join
         stats = cache.stats
-        stats.gathers, stats.one_sided, stats.shards = stats.gathers + 1, stats.one_sided + 1, stats.shards + len(self._framed)
+        if self._way == ONE_SIDED:
+            cache.join_sent, stats.one_sided = work.join, stats.one_sided + 1
+        else:
+            cache.read.set()
+        stats.gathers, stats.shards = stats.gathers + 1, stats.shards + len(self._framed)
         stats.raw_bytes, stats.wire_bytes = stats.raw_bytes + self._sent[0], stats.wire_bytes + self._sent[1]
         for reason in self._bypassed:
             stats.bypassed[reason] += 1

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ds_zipccl.codec.codec import Codec
 from ds_zipccl.collectives import all_gather, repeats, streams, switch
-from ds_zipccl.collectives.cached import PieceGather, row_bytes, trial_frames
+from ds_zipccl.collectives.cached import KnownPieces, Piece, PieceGather, row_bytes, trial_frames
 from ds_zipccl.collectives.cost import MIN_GAIN, NATIVE, ONE_SIDED, ZIPPED
 from ds_zipccl.collectives.frame_known import KnownGather, all_in
 from ds_zipccl.collectives.frame_slot import OP, Slot
@@ -17,6 +17,7 @@ from ds_zipccl.collectives.registry import Call
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.collectives.symmetric import SymmetricTransport
 from ds_zipccl.collectives.symmetric_plan import Arranged, Row
+from ds_zipccl.kernels.launch_calls import MAX_OUTPUTS
 
 MAX_SETS = 4096             # of slots that are gathered together
 
@@ -34,7 +35,7 @@ class _Set:
     is_level_1: bool
     transport: SymmetricTransport | None = None
     arranged: Arranged | None = None
-    num_one_sided: int = 0              # gathers
+    way: str = ""                       # of the last gather
     known: KnownGather | None = None
 
 
@@ -78,27 +79,44 @@ class Ways:
         found = self._sets.get(tuple(slots))
         return found and found.known
 
-    def know(self, cache, slots: list[Slot], bases: list[torch.Tensor], rows: list[Row], sent_bytes: int) -> None:
-        """After they went one-sided, as ``rows``, which are not empty: what comes again is known from the second time on."""
+    def is_to_be_known(self, slots: list[Slot], way: str) -> bool:
+        """Whether ``know`` wants the outputs of their next gather, which goes this way."""
+        found = self._known(slots)
+        return repeats.AGAIN and found.way == way and found.known is None and self.against is None
+
+    def know(self, cache, slots: list[Slot], bases: list[torch.Tensor], way: str, parts: list[Row | Piece],
+             outs: list[torch.Tensor] | None, launcher, sent_bytes: int) -> None:
+        """After they went this way, as these parts to ``outs``: what comes again is known from the second time on. ``sent_bytes``: to all
+        peers."""
         found, wholes = self._known(slots), {}
-        found.num_one_sided += 1
-        if found.known is not None and found.known.holds_again(streams.current(self._device), bases):
+        if found.way == way and found.known is not None and found.known.holds_again(streams.current(self._device), bases):
             return
         if found.known is not None:
             found.known.end()
             found.known = None
-        may = repeats.AGAIN and found.num_one_sided > 1 and hasattr(found.transport, "known_rows")
-        if not may or not all_in(bases, [row.data for row in rows]):
+        is_due, found.way = self.is_to_be_known(slots, way), way
+        if not is_due or outs is None or not all_in(bases, [part.data for part in parts if part.data.numel()]):
             return
-        for out in [row.out for row in rows]:
-            whole = out if out._base is None else out._base
-            wholes[id(whole)] = whole
-        launches = found.transport.known_rows(rows, found.arranged, list(wholes.values()))
+        for out in outs:
+            if out.numel():
+                whole = out if out._base is None else out._base
+                wholes[id(whole)] = whole
+        outputs, launches = list(wholes.values()), None
+        if way == ONE_SIDED and hasattr(found.transport, "known_rows"):
+            launches = found.transport.known_rows(parts, found.arranged, outputs)
+        elif way == ZIPPED and launcher is not None and len(outputs) <= MAX_OUTPUTS:
+            launches = KnownPieces(launcher, parts, outs, outputs, self._group, self._runtime.workspace)
         if launches is not None:
-            measured = None if self._runtime.router.wanted else self._state.measured("cached_all_gather", slots[0].dtype)
+            always = self._runtime.router.wanted or not self._is_chosen()
+            measured = None if always else self._state.measured("cached_all_gather", slots[0].dtype)
             raw_bytes = sum(slot.raw_bytes for slot in slots) * (self._group.size() - 1)
-            data = [row.data for row in rows if row.frame is not None]
-            found.known = KnownGather(cache, slots, bases, data, launches, measured, (found.whole_bytes, None), (raw_bytes, sent_bytes))
+            data = [part.data for part in parts if part.frame is not None]
+            found.known = KnownGather(cache, slots, bases, data, way, launches, measured, (found.whole_bytes, None),
+                                      (raw_bytes, sent_bytes))
+
+    def _is_chosen(self) -> bool:
+        """Whether costs say how gathers go."""
+        return switch.may_go_native(all_gather.SPEC, self._runtime.config) or self._runtime.router.is_measured
 
     def rows(self, slots: list[Slot]) -> tuple[list[tuple], Arranged]:
         """For slots that go one-sided: ``Slot.kind`` of each, and how those that are not empty are arranged."""
@@ -134,7 +152,7 @@ class Ways:
             if self.against is None:
                 return ONE_SIDED
         natively = switch.may_go_native(all_gather.SPEC, self._runtime.config)
-        if not natively and not router.is_measured:
+        if not self._is_chosen():
             return ZIPPED
         measured = self._measured(call)
         if not router.wanted:

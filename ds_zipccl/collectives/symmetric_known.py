@@ -1,6 +1,7 @@
 """Calls of the one-sided transport (symmetric.py) like an earlier one, each made again by one call of C: all but where its tensors are was
 written down when it was first made."""
 import ctypes
+from collections.abc import Callable
 
 import torch
 
@@ -69,9 +70,13 @@ class KnownRows(_Again):
         self._others = tuple([t for i in arranged.order for t in (rows[i].data, rows[i].frame)])
         return self
 
-    def launch(self, outputs: list[torch.Tensor]):
+    @property
+    def is_open(self) -> bool:
+        return self.transport.is_open
+
+    def launch(self, make_outputs: Callable[[], list[torch.Tensor]]):
         """Its work; None: see ``_has``."""
-        transport = self.transport
+        transport, outputs = self.transport, make_outputs()
         code = self._fire(self._address, max(1, transport.num_receivers // transport.num_sharing), *[t.data_ptr() for t in outputs])
         return transport.launched(tuple(outputs), self._others, self.stream, self.sent_bytes) if self._has(code) else None
 

@@ -16,6 +16,7 @@ _P, _I = ctypes.c_void_p, ctypes.c_int64
 _FROM_CODEC = ("zipccl_cuda_encode_telling", "zipccl_cuda_decode", "zipccl_cuda_decode_reduce")
 _FROM_DRIVER = ("cuEventRecord", "cuStreamWaitEvent", "cuMemcpyDtoDAsync_v2", "cuCtxGetCurrent", "cuStreamIsCapturing")
 NOT_SO = -1000            # launch.h's
+MAX_OUTPUTS = 509         # launch.h's
 
 
 class _Step(ctypes.Structure):
@@ -41,6 +42,28 @@ class _Repeat(ctypes.Structure):
     """launch.h has the meaning."""
     _fields_ = [("plan", _P), ("context", _P), ("x_bytes", _I), ("out_bytes", _I), ("anywhere", _I), ("place", _I), ("mail", _P),
                 ("ring", _P), ("mark", _P), ("depth", _I), ("num_ranks", _I), ("rank", _I), ("stops", ctypes.c_uint32), ("words", _P)]
+
+
+class _Piece(ctypes.Structure):
+    """launch.h has the meaning."""
+    _fields_ = [("geometry", ctypes.c_char_p), ("at", _I), ("num_bytes", _I), ("which", _I), ("to", _I), ("row_stride", _I)]
+
+
+class _Filling(ctypes.Structure):
+    """launch.h has the meaning."""
+    _fields_ = [("functions", ctypes.POINTER(_P)), ("pieces", ctypes.POINTER(_Piece)), ("num_pieces", _I), ("row_bytes", _I),
+                ("num_ranks", _I), ("errors", _P)]
+
+
+class Piece(NamedTuple):
+    """Of every rank's row: a frame of ``geometry``, or (None) data of ``num_bytes``, ``at`` so many bytes; it goes to output ``which``,
+    from its byte ``to`` on, the next rank's ``row_stride`` further."""
+    geometry: Geometry | None
+    at: int
+    num_bytes: int
+    which: int
+    to: int
+    row_stride: int
 
 
 class Ring(NamedTuple):
@@ -77,12 +100,22 @@ class LaunchCalls:
         self._table = (_P * len(functions))(*[ctypes.cast(function, _P) for function in functions])
         for name, arguments in (("begin", (_P, _P, _P, ctypes.c_uint32)), ("beside", (_P, _P, _P)), ("end", (_P, _P, _P)),
                                 ("call", (_P, _P, _P, _P, _P, ctypes.c_uint32, _I)), ("join", (_P, _P)),
-                                ("repeat", (_P, _P, _P, _P, ctypes.c_uint64)), ("finish", (_P, _P, ctypes.c_uint64))):
+                                ("repeat", (_P, _P, _P, _P, ctypes.c_uint64)), ("finish", (_P, _P, ctypes.c_uint64)),
+                                ("fill", (_P, _P, _P, _P))):
             function = getattr(library, f"zipccl_launch_{name}")
             function.argtypes, function.restype = arguments, ctypes.c_int
             setattr(self, name, function)
-        if (faster := python_calls.functions(library, "zipccl_launch", "repeat", "finish")) is not None:
-            self.repeat, self.finish = faster
+        self._fill = self.fill
+        self.repeat, self.finish, self.fill = python_calls.functions(library, "zipccl_launch", "repeat", "finish", "fill") or (
+            self.repeat, self.finish, self._fill_few)
+
+    def _fill_few(self, address: int, rows: int, stream: int, *outs: int) -> int:
+        return self._fill(address, rows, stream, (ctypes.c_uint64 * len(outs))(*outs))
+
+    def filling(self, pieces: list[Piece], row_bytes: int, num_ranks: int, errors: int) -> "Filling":
+        """``errors``: address of the word for what decode finds."""
+        return Filling(self, (_Piece * len(pieces))(*[_Piece(p.geometry and packed_geometry(p.geometry), *p[1:]) for p in pieces]),
+                       len(pieces), row_bytes, num_ranks, errors)
 
     def plan(self, encodes: list[_Step], decodes: list[_Step], copy: tuple[int, int, int], workspace: int, stream: int, decode_stream: int,
              encoded: int, filled: int, nccl=None, transfers=(), payload_stream: int = 0, arrived: int = 0) -> "Plan":
@@ -156,6 +189,21 @@ class Plan:
     def join(self, stream: int) -> bool:
         """``stream`` waits for the output. False: the driver refused; as from a thread that has not used CUDA yet."""
         return self._join(self.address, stream) == 0
+
+
+class Filling:
+    """Fills outputs from rows that came from all ranks. Raises KernelError when CUDA refuses something."""
+    __slots__ = ("_fill", "_address", "_kept")
+
+    def __init__(self, calls: LaunchCalls, pieces, *rest):
+        filling = _Filling(calls._table, pieces, *rest)
+        self._fill, self._address, self._kept = calls.fill, ctypes.addressof(filling), (filling, pieces, calls)
+
+    def queue(self, rows: int, stream: int, outs: list[int]) -> None:
+        """``rows``: where they begin; ``outs``: the outputs, as many as pieces name, MAX_OUTPUTS at most."""
+        code = self._fill(self._address, rows, stream, *outs)
+        if code:
+            refused(code)
 
 
 def refused(code: int) -> None:

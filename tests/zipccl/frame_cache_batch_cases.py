@@ -6,17 +6,19 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from ds_zipccl.collectives import frame_batch, frame_cache
 from ds_zipccl.errors import CollectiveError
 from ds_zipccl.kernels.cuda_calls import CudaCalls
+from tests.helpers.bits import assert_same_bits
 from tests.helpers.emulated import compile_for_host
 from tests.helpers.ranks import DEVICE
 from tests.zipccl import frame_cache_cases, frame_cache_one_sided_cases
 from tests.zipccl.emulated_launcher import launcher_of
-from tests.zipccl.frame_cache_cases import World, data_of
-from tests.zipccl.frame_cache_one_sided_cases import one_sided_only
+from tests.zipccl.frame_cache_cases import World, data_of, device
+from tests.zipccl.frame_cache_one_sided_cases import known_of, one_sided_only
 
 ON_GPU = DEVICE == "cuda"
 
@@ -83,6 +85,71 @@ case_one_sided_like_an_earlier_one = at_once(frame_cache_one_sided_cases.case_ga
 case_one_sided_frames_made_anew = at_once(frame_cache_one_sided_cases.case_frames_are_made_anew_behind_what_sends_them)
 
 
+def case_over_the_group(rank, world_size):
+    """Known gathers: frames of several parts of an output, what has none, and an empty row; writes of all, of one rank, and unannounced;
+    outputs in use only when somebody waits, which may be in another order."""
+    numels = (5000, 33, 70_001, 900)
+    with Counting() as seen:
+        world = World(world_size, numels)
+        for step in range(4):
+            assert known_of(world, 3) == (1 if step == 0 else 2), step          # the first one reads the ranks' words
+            for i, n in enumerate(numels):
+                world.write(i, lambda r, i=i, n=n, step=step: data_of(r, n, 100 + 10 * step + i))
+            world.cache.changed(world.cache.slots)
+            world.cache.refresh()
+        world.gather()
+        slots, known, made = world.cache.slots, world.cache.known(world.cache.slots), []
+        works = [known.launch(lambda: (made.append(world.outs()), made[-1])[1]) for _ in range(3)]
+        assert not made
+        for work in works[::-1]:
+            work.wait()
+        for outs in made:
+            for out, expected in zip(outs, world.expected, strict=True):
+                assert_same_bits(out, expected, "three in flight")
+        for work in works:
+            assert work._buffer is None
+        world.write(2, lambda r: data_of(r, numels[2], 900), on=1)
+        if rank == 1:
+            world.cache.changed_here([slots[2]])
+        assert known_of(world) == (rank != 1) and known_of(world) == 1
+        world.write(0, lambda r: data_of(r, numels[0], 901), on=0)
+        world.forward += 1                                          # nobody has announced that: found here, on a CPU
+        assert ON_GPU or known_of(world, 2) == 1
+        world.cache.free()
+        assert known_of(world, 3) == 1
+        stats, row = world.stats, world.runtime.stats.snapshot()["all_gather_into_tensor"]
+        assert stats.one_sided == 0 and row["calls_zipped"] == stats.gathers and row["wire_bytes"] == stats.wire_bytes
+        assert row["raw_bytes"] == stats.raw_bytes and stats.shards == 3 * stats.gathers and stats.bypassed == {"no_gain": stats.gathers}
+        # A frame that is damaged on its way is noted, as where it is decoded one by one.
+        if not ON_GPU and rank == 0:
+            slots[2].frame[:16] = 255
+        outs = world.outs()
+        world.cache.known(slots).launch(lambda: outs).wait()
+        assert ON_GPU or bool(launcher().errors)
+        world.close()
+    assert seen.num_runs > 0
+
+
+def case_parts_of_an_output(rank, world_size):
+    """Rows of several slots, one behind the other in one output, as those of a large parameter."""
+    numels, whole = (4000, 50, 33_000), [data_of(r, 37_050, 7) for r in range(2)]
+    with Counting():
+        world = World(world_size, numels)
+        shard = whole[rank].clone()
+        for slot, part in zip(world.cache.slots, shard.split(numels), strict=True):
+            slot.source = lambda part=part: part
+        for turn in range(4):
+            out, known = torch.empty(world_size * 37_050, dtype=torch.bfloat16, device=device()), world.cache.known(world.cache.slots)
+            work = known and known.launch(lambda out=out: [out])
+            assert (work is not None) == (turn > 1)
+            rows = out.view(world_size, -1)
+            work = work or world.cache.gather(world.cache.slots, lambda rows=rows: rows.split(numels, dim=1), [shard])
+            work.wait()
+            for r in range(world_size):
+                assert_same_bits(rows[r], whole[r], turn)
+        world.close()
+
+
 @one_sided_only
 def case_a_step_of_training(rank, world_size):
     """In steady state all frames of a step are made by one batch, every gather is known, also the first in a pass, which compares; and what
@@ -110,7 +177,7 @@ def case_a_step_of_training(rank, world_size):
             world.shards[2].data.view(-1)[70_000] += 1              # nobody has announced that, nor sees it before the next words
         world.forward += 1
         outs = world.outs()
-        world.cache.known(world.cache.slots).launch(outs).wait()
+        world.cache.known(world.cache.slots).launch(lambda: outs).wait()
         world.cache.changed(world.cache.slots)
         world.cache.refresh()
         try:

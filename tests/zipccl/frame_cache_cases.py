@@ -65,7 +65,7 @@ class World:
     def gather(self):
         """Gathers all shards and compares bits; None if the cache would rather not."""
         outs, known = self.outs(), self.cache.known(self.cache.slots)
-        gather = known and known.launch(outs)
+        gather = known and known.launch(lambda: outs)
         self.num_known += gather is not None
         gather = gather or self.cache.gather(self.cache.slots, lambda: outs, self.shards)
         if gather is None:

@@ -66,7 +66,7 @@ def case_each_stream_waits_once_for_a_write(rank, world_size):
     kept, frame_cache.streams = frame_cache.streams, SimpleNamespace(Mark=Mark, current=lambda device: now[0])
     try:
         world = World(world_size)
-        written, read = world.cache._written, world.cache._read
+        written, read = world.cache._written, world.cache.read
 
         def waits(mark):
             found = [stream for m, what, stream in log if m is mark and what == "join"]
@@ -263,7 +263,7 @@ def case_gathers_like_an_earlier_one(rank, world_size):
     assert stats.shards == 2 * stats.gathers and stats.bypassed == {"no_gain": stats.gathers} and row["raw_bytes"] == stats.raw_bytes
     if not ONE_SIDED:
         world.cache._ways.transport.is_open = False
-        assert world.cache.known(world.cache.slots).launch(world.outs()) is None
+        assert world.cache.known(world.cache.slots).launch(world.outs) is None
     world.close()
     assert known._rows is None and not known._places                # holds no memory
 

@@ -33,6 +33,18 @@ class Sent:
     join = wait
 
 
+class Known:
+    """As symmetric_known.KnownRows, on a CPU."""
+    stream = None
+
+    def __init__(self, stand_in, launch):
+        self._stand_in, self.launch = stand_in, launch
+
+    @property
+    def is_open(self):
+        return self._stand_in.is_open
+
+
 class StandIn:
     """A transport over the group's own collectives. ``spoil(out)``: what it does to a result."""
 
@@ -97,14 +109,15 @@ class StandIn:
         offsets = [(row.out.data_ptr() - begins[i]) // row.out.element_size() for row, i in zip(rows, at, strict=True)]
         places = [(row.data.data_ptr(), None if row.frame is None else row.frame.data_ptr()) for row in rows]
 
-        def launch(others):
+        def launch(make_outputs):
+            others = make_outputs()
             assert [(other.numel(), other.dtype) for other in others] == [(whole.numel(), whole.dtype) for whole in outputs]
             assert places == [(row.data.data_ptr(), None if row.frame is None else row.frame.data_ptr()) for row in rows]
             self.num_known += 1
             return self.gather_rows([row._replace(out=others[i].as_strided(row.out.shape, row.out.stride(), offset))
                                      for row, i, offset in zip(rows, at, offsets, strict=True)], arranged)
 
-        return SimpleNamespace(transport=self, stream=None, launch=launch)
+        return Known(self, launch)
 
     def close(self):
         self.is_open = False

@@ -14,9 +14,9 @@ from ds_zipccl.collectives.symmetric_known import KnownRows
 
 
 class KnownGather:
-    """``bases``: the tensors that the slots' data are parts of, where they were. ``data``: of those with frames. ``way``:
-    ONE_SIDED or ZIPPED; ``rows``: what it takes to launch it. ``measured``: whose costs chose the way (None: nobody's), and ``size``: its
-    key there. ``sent``: bytes, natively and really."""
+    """``bases``: the tensors that the slots' data are parts of; who launches it has seen that it is still these. ``data``: of those with
+    frames. ``way``: ONE_SIDED or ZIPPED; ``rows``: what it takes to launch it. ``measured``: whose costs chose the way (None: nobody's),
+    and ``size``: its key there. ``sent``: bytes, natively and really."""
     __slots__ = ("_cache", "_slots", "_places", "_rows", "_measured", "_costs", "_size", "_num_writes", "_boundary", "_framed",
                  "_data", "_prints", "_bypassed", "_sent", "_count", "_state", "_way")
 
@@ -55,9 +55,10 @@ class KnownGather:
 
     def launch(self, make_outputs: Callable[[], list[torch.Tensor]]) -> SymmetricWork | KnownPieceGather | None:
         """``make_outputs``: called once, when they are needed; in the order of ``FrameCache.gather``'s. None: ask that, nothing has
-        happened."""
+        happened but what that begins with."""
         cache, measured = self._cache, self._measured
-        if not self._is_there(streams.current(cache.device)) or cache.pending is not None:
+        cache.settle()                                      # the layouts are agreed then
+        if not self._is_there(streams.current(cache.device)):
             return None
         boundary = cache.boundary
         if boundary != self._boundary:

@@ -65,6 +65,8 @@ class World:
     def gather(self):
         """Gathers all shards and compares bits; None if the cache would rather not."""
         outs, known = self.outs(), self.cache.known(self.cache.slots)
+        if known and any(base is not shard for (base, *_), shard in zip(known._places, self.shards, strict=True)):
+            known = None
         gather = known and known.launch(lambda: outs)
         self.num_known += gather is not None
         gather = gather or self.cache.gather(self.cache.slots, lambda: outs, self.shards)

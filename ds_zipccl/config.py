@@ -82,7 +82,8 @@ class ZipcclConfig(BaseModel):
     from the tensor's standard deviation, measured once per group, collective, dtype and size, and again after an overflow."""
 
     reprobe_calls: int = Field(10_000, ge=0, le=1 << 40)
-    """"adaptive": after so many eligible calls of a collective on a group its costs are measured again, since links change. 0: never."""
+    """"adaptive": after so many eligible calls of a collective on a group its costs are measured again, since links change; at each tenth
+    of them the data of what went native is tried anew. 0: never."""
 
     step_trials: bool = True
     """"adaptive" under DeepSpeed: some training steps are natively made and some zipped, in turns, and all calls go native for as long as
@@ -131,6 +132,12 @@ class ZipcclConfig(BaseModel):
             problems = "; ".join(_problem(e, cls) for e in error.errors())
             raise ConfigError(describe('the "zipccl" section is wrong', got=problems, where=where,
                                        todo="correct these fields; docs/config.md lists every field with its range")) from None
+
+    @property
+    def look_calls(self) -> int:
+        """"adaptive": after so many eligible calls, which divide ``reprobe_calls``, the data of what went native is tried anew."""
+        tenth, rest = divmod(self.reprobe_calls, 10)
+        return tenth if tenth >= 100 and not rest else self.reprobe_calls
 
     @property
     def asks_each_call(self) -> bool:

@@ -45,8 +45,11 @@ class Capacity:
     given_windows: bool = False             # measured once, by rank: an overflow may say no more than that one is out of date
     num_calm: int = 0                       # calls in a row that did not overflow
     under_way: deque = field(default_factory=deque)         # needs of the calls launched, in order, until they are taken account of
+    num_launched: int = field(default=0, compare=False)
     is_forgotten: bool = False              # the group keeps it no more: such calls are of a new class
     _recent: deque = field(default_factory=lambda: deque(maxlen=SHRINK_AFTER))
+    _first_spill: int = DEFAULT_SPILL_PER_TILE
+    _num_seen: int = field(default=0, compare=False)        # of the launched, by ``is_idle``
     _is_guess: bool = False                 # the room: nothing is known of the data yet
 
     @classmethod
@@ -55,13 +58,19 @@ class Capacity:
         raw bytes."""
         tile_bytes = min(TILE_ELEMS, row_numel) * itemsize
         spill = max(DEFAULT_SPILL_PER_TILE, int(first_spill * tile_bytes))
-        return cls(int(GIVE_UP_SHARE * tile_bytes), spill, _is_guess=spill > DEFAULT_SPILL_PER_TILE)
+        return cls(int(GIVE_UP_SHARE * tile_bytes), spill, _first_spill=spill, _is_guess=spill > DEFAULT_SPILL_PER_TILE)
 
     def launched(self) -> Need:
         """A call goes with the room that ``next_call`` gave; who learns what it needed fills this in."""
         need = Need()
         self.under_way.append(need)
+        self.num_launched += 1
         return need
+
+    def is_idle(self) -> bool:
+        """Whether there is more room than in a new class, and nothing was launched since this was asked last: the same on all ranks."""
+        seen, self._num_seen = self._num_seen, self.num_launched
+        return seen == self.num_launched and self.spill_per_tile > self._first_spill and not self.calls_left_out
 
     def overdue(self) -> Need | None:
         """What the next call must not go without: it is to be known, then ``take_account``; None: nothing."""

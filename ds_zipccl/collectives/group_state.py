@@ -116,6 +116,11 @@ class GroupState:
         for key in [key for key in self.capacities if key[:2] == (op, dtype)]:
             self._forget_class(key)
 
+    def forget_idle_rooms(self, op: str, dtype: torch.dtype) -> None:
+        """The same of those classes that have more room than a new one, and had no call since this was asked last."""
+        for key in [key for key, capacity in self.capacities.items() if key[:2] == (op, dtype) and capacity.is_idle()]:
+            self._forget_class(key)
+
     def _forget_class(self, key: tuple) -> None:
         self.capacities.pop(key).is_forgotten = True
 

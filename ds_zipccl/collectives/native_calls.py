@@ -93,8 +93,8 @@ def key_of(call: Call) -> tuple | None:
 class NativeCalls:
     """What one Runtime knows, by group. Groups are not kept alive."""
 
-    def __init__(self, stats: Stats, reprobe_calls: int = 0):
-        self._stats, self._reprobe_calls = stats, reprobe_calls
+    def __init__(self, stats: Stats, look_calls: int = 0):
+        self._stats, self._look_calls = stats, look_calls
         self.shown: dict[int, dict[tuple, Known]] = {}              # by id of the group, while nothing is in flight on it
         self._tables: dict[int, tuple[weakref.ref, dict]] = {}      # also of groups that are not shown
 
@@ -117,7 +117,7 @@ class NativeCalls:
     def remember(self, call: Call, reason: str, raw_bytes: int, measured: Measured | None) -> None:
         """``raw_bytes``: of a call with a root, as if this rank were it."""
         key = key_of(call)
-        if key is None or reason not in LASTING or measured is not None and measured.is_due_next(self._reprobe_calls):
+        if key is None or reason not in LASTING or measured is not None and measured.is_due_next(self._look_calls):
             return
         table = self._table(call.group)
         if table is None:
@@ -126,7 +126,7 @@ class NativeCalls:
         if len(table) >= MAX_KNOWN:
             table.clear()
         if measured is not None:
-            measured.remember_native(table, self._reprobe_calls)
+            measured.remember_native(table, self._look_calls)
         if reason == "reduce_op":                       # others of this size may be zipped
             key = *key, call.reduce_op
         others = reason in OF_ANY_REDUCTION or reason == "reduce_op" or call.reduce_op is None

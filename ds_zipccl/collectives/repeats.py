@@ -73,9 +73,9 @@ class Repeat:
 class Repeats:
     """Those of one Runtime. ``num_again``: calls that ``again`` has launched."""
 
-    def __init__(self, reprobe_calls: int):
+    def __init__(self, look_calls: int):
         self._known: dict[tuple, Repeat] = {}
-        self._reprobe_calls, self.num_again = reprobe_calls, 0
+        self._look_calls, self.num_again = look_calls, 0
 
     def again(self, call: Call, known: Repeat | None = None) -> ZipWork | None:
         """Launches the call, and counts it, where nothing but to queue it is to be done; None: ask ``launch``, nothing has happened.
@@ -101,7 +101,7 @@ class Repeats:
                 break
         measured = None
         if not known.always:
-            choice, reprobe = kind.choice, self._reprobe_calls
+            choice, look = kind.choice, self._look_calls
             if choice is None:
                 return None
             measured = choice.measured
@@ -111,7 +111,7 @@ class Repeats:
                         or len(measured.ways) >= MAX_SIZES):
                     return None
                 known.choice, known.num_changes = choice, measured.num_changes
-            if reprobe and (measured.num_calls + 1) % reprobe == 0:
+            if look and (measured.num_calls + 1) % look == 0:
                 return None
         for capacity, room in known.rooms:
             if (capacity.calls_left_out or capacity.spill_per_tile != room or capacity.is_forgotten
@@ -167,7 +167,7 @@ class Repeats:
         choice = None
         if not known.always:
             choice = known.kind.choice
-            if choice is None or choice.way != ONE_SIDED or not choice.stands(self._reprobe_calls):
+            if choice is None or choice.way != ONE_SIDED or not choice.stands(self._look_calls):
                 return None
         work = known.one_sided.launch(out, data)
         if work is None:
@@ -200,7 +200,7 @@ class Repeats:
             state.advance()
         if not known.always:
             choice = kind.choice
-            if choice is None or getattr(choice, "way", ZIPPED) != ZIPPED or not choice.holds(self._reprobe_calls):
+            if choice is None or getattr(choice, "way", ZIPPED) != ZIPPED or not choice.holds(self._look_calls):
                 return None, None
         classes, capacity, launch = state.capacities, known.capacity, kind.launch
         if capacity is None:

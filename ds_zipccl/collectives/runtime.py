@@ -50,10 +50,10 @@ class Runtime:
         self._specs = specs(internal=True)
         self._groups: dict[str, dict[str, GroupState]] = {}         # by group name and device type
         self._seen_reasons: set[tuple[str, str]] = set()
-        self.native_calls = NativeCalls(self.stats, config.reprobe_calls)
+        self.native_calls = NativeCalls(self.stats, config.look_calls)
         self.known_native = self.native_calls.shown             # for fronts that look into it
         self._kinds: dict[tuple, Kind] = {}
-        self.repeats = Repeats(config.reprobe_calls)
+        self.repeats = Repeats(config.look_calls)
         self.again = self.repeats.again                        # the first step of ``run``
         self.held: str | None = None                            # why all calls go native for now (held.py)
         self._one_sided = Router(config, kernels, self.stats)
@@ -291,7 +291,7 @@ class Runtime:
 
     def _choose(self, spec: CollectiveSpec, call: Call, state: GroupState, kind: Kind | None) -> str | None:
         """None: zipped; ONE_SIDED: the same over symmetric memory. Else the reason for native."""
-        if kind is not None and kind.choice is not None and kind.choice.holds(self.config.reprobe_calls):
+        if kind is not None and kind.choice is not None and kind.choice.holds(self.config.look_calls):
             return ONE_SIDED if kind.choice.way == ONE_SIDED else None
         choice, router = getattr(self.config.collectives, spec.family), self._one_sided
         if choice == "always" and not router.is_choice(spec, call):

@@ -350,7 +350,9 @@ def choose(spec: CollectiveSpec, call: Call, run_zipped, state, config, router=N
     """How an eligible call with one layout for all ranks is to go. ``router``: a ``one_sided.Router``, if that is a way to be measured."""
     measured = state.measured(call.op, call.dtype)
     if measure_if_due(measured, spec, call, run_zipped, state, config, router):
-        state.forget_rooms(call.op, call.dtype)         # calls that went native for their data's ratio: nobody saw it since
+        state.forget_rooms(call.op, call.dtype)
+    elif config.look_calls and measured.num_calls % config.look_calls == 0:
+        state.forget_idle_rooms(call.op, call.dtype)    # calls that went native for their data's ratio: nobody saw it since
     numel = spec.row_numel(call)
     spill = state.likely_spill(call.op, call.dtype, numel, spec.first_spill)
     native_bytes = None if spec.native_numel is None else spec.native_numel(call) * call.dtype.itemsize

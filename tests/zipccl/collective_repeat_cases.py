@@ -1,6 +1,7 @@
 """Cases run on every rank by test_collectives.py: what is made ready for one call serves the next of its kind (collectives/launch.py)."""
 import contextlib
 import random
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ from ds_zipccl.collectives import launch as launching
 from ds_zipccl.collectives import streams, switch
 from ds_zipccl.collectives.cost import Costs, Curve
 from ds_zipccl.collectives.registry import Call, specs
+from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.errors import FrameError
 from ds_zipccl.kernels import loader, ops
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits
@@ -314,6 +316,39 @@ def forget_something(live, own):
     for known in own.sample([live.repeats._known, live._kinds, *tables], 2):
         known.clear()
     live.workspace.drop(lambda flight: own.random() < 0.5)
+
+
+def case_data_that_gets_better_is_zipped_again(rank, world):
+    """Natively nobody sees it: what had no zipped call since the last look is zipped anew, by ranks that forget at different times."""
+    own, original = random.Random(rank), switch.measure
+    costs = Costs(Curve((1, 1 << 20), (1.0, 1000.0)), Curve((1, 1 << 20), (0.95, 950.0)), 1.41)       # little, and at this ratio alone
+    switch.measure = lambda *_: costs
+    try:
+        with (mock.patch.object(ZipcclConfig, "look_calls", 10), runtime(collectives="adaptive", reprobe_calls=1000) as live,
+              repeats_as_on_a_gpu(live)):
+            ways = []
+            for turn in range(90):
+                data = gaussian(40960 if turn % 3 == 0 else 32768, seed=100 * turn + rank)
+                if 11 <= turn < 55 and turn % 3:
+                    data[::8] *= torch.exp2(torch.arange(len(data[::8])) % 90 - 45.0).to(data.dtype)
+                out = torch.empty(world * len(data), dtype=BF16)
+                work, ours = begin(live, Call(AG, out, data, dist.group.WORLD))
+                work.wait()
+                assert_same_bits(out, gathered(data, world), turn)
+                ways.append(ours)
+                if rank and turn % 10 == 8:
+                    live.repeats._known.clear()
+                    live._kinds.clear()
+                elif rank and own.random() < 0.2:
+                    forget_something(live, own)
+            everyones = [None] * world
+            dist.all_gather_object(everyones, ways)
+            assert all(each == ways for each in everyones), everyones
+            assert all(ways[::3]) and all(ways[:20]), ways
+            ways = [ours for turn, ours in enumerate(ways) if turn % 3]
+            assert ways[20:36].count(False) >= 10 and any(ways[20:36]) and all(ways[-6:]), ways
+    finally:
+        switch.measure = original
 
 
 def case_ranks_forget_at_different_times(rank, world):

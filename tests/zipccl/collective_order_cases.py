@@ -270,7 +270,7 @@ def case_capacities_agree_however_ranks_wait(rank, world):
             assert {kind for kind, is_ours in kinds if is_ours} == set(KINDS)
             state = live.state(group, torch.get_default_device())
             rooms = [(key, capacity.spill_per_tile, capacity.calls_left_out) for key, capacity in state.capacities.items()]
-            assert len(rooms) >= 5
+            assert len(rooms) >= 5 or live.config.transport == "adaptive"           # one-sided calls have none
             everyones = [None] * world
             dist.all_gather_object(everyones, rooms)
             assert all(each == rooms for each in everyones), everyones

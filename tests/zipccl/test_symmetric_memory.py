@@ -11,11 +11,17 @@ from torch._C import _distributed_c10d as c10d
 
 from ds_zipccl.codec.dtypes import BY_TORCH
 from ds_zipccl.codec.format import layout
-from ds_zipccl.collectives import one_sided, symmetric
+from ds_zipccl.collectives import one_sided, streams, symmetric
 from ds_zipccl.collectives.one_sided import OneSided, exchange
 from ds_zipccl.errors import KernelError
 
 BF16 = torch.bfloat16
+
+
+def current_device_is(monkeypatch, number) -> None:
+    """Both functions that are asked."""
+    monkeypatch.setattr(torch.cuda, "current_device", number)
+    monkeypatch.setattr(streams, "current_device", number)
 
 
 class Ranks:
@@ -145,7 +151,7 @@ def test_a_lost_context_does_not_keep_a_group_from_ending(monkeypatch):
 
 def test_memory_goes_back_when_somebody_waits(monkeypatch):
     """Not only when the GPU is done, which the host may be far ahead of; what frames are made from stays until then."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    current_device_is(monkeypatch, lambda: None)
     done, joined = [0], []
     engine = SimpleNamespace(run=lambda exchange: None, is_done=lambda call: call <= done[-1],
                              join=lambda call, stream: joined.append(call))
@@ -173,7 +179,7 @@ def test_memory_goes_back_when_somebody_waits(monkeypatch):
 
 def test_who_only_joins_a_call_keeps_none_of_its_memory(monkeypatch):
     """As the frame cache does with its last gather, which may be of the largest parameter there is."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    current_device_is(monkeypatch, lambda: None)
     joined = []
     engine = SimpleNamespace(run=lambda exchange: None, is_done=lambda call: False, join=lambda call, stream: joined.append(call))
     transport = symmetric.SymmetricTransport(engine, lambda stream, words: 0, 0, torch.device("cpu"), 2, 1 << 24, torch.zeros(1), "memory")
@@ -197,7 +203,7 @@ def test_who_waits_while_another_device_is_current_waits_on_the_right_one(monkey
         yield
         current.pop()
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    current_device_is(monkeypatch, lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", on)
     engine = SimpleNamespace(join=lambda call, stream: joined.append(current[-1]))
     transport = symmetric.SymmetricTransport(engine, None, 0, torch.device("cpu"), 2, 0, torch.zeros(1), "memory")

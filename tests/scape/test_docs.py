@@ -52,7 +52,8 @@ def test_the_formula_of_the_text():
 #: Label and learning rate -> name of the run.
 MAIN = {("dense AdamS", 5e-4): "adams", ("90 %", 2.5e-4): "scape90", ("90 %, 5 % of the steps dense first", 5e-4): "scape90_warm",
         ("99 %", 2.5e-4): "scape99", ("99 %, 5 % of the steps dense first", 5e-4): "scape99_warm", ("dense AdamW", 2e-3): "adamw"}
-ASKED = {("dense AdamS", 2.5e-4): "adams", ("dense AdamS", 1e-3): "adams", ("90 %", 5e-4): "scape90",
+ASKED = {("dense AdamS", 2.5e-4): "adams", ("dense AdamS", 1e-3): "adams", ("dense AdamW", 1e-3): "adamw",
+         ("dense AdamW", 4e-3): "adamw", ("90 %", 5e-4): "scape90",
          ("99 %, dense first, 8 workers of half as many sequences", 5e-4): "scape99_warm_w8",
          ("99 %, dense first, residuals rounded to bf16 after every step", 5e-4): "scape99_warm_bf16",
          ("99 %, dense first, AdamW's denominator", 1e-3): "scape99_warm_v", ("99.9 %, dense first", 5e-4): "scape999_warm"}
@@ -141,7 +142,8 @@ def test_the_sentences_of_how_well_it_learns_are_the_results(quality):
         f"AdamS itself trails AdamW by {numbers(behind[adams]['train'] + behind[adams]['report'], 2)}",
         f"SCAPE {numbers(accuracies)}.",
         f"differs by up to {spread:.3f} between seeds",
-        f"(by {gap(('adams', 2.5e-4), part='tune'):.3f} and {gap(('adams', 1e-3), part='tune'):.3f})",
+        f"(by {gap(('adams', 2.5e-4), part='tune'):.3f} and {gap(('adams', 1e-3), part='tune'):.3f};",
+        f"by {gap(('adamw', 1e-3), adamw, part='tune'):.3f} and {gap(('adamw', 4e-3), adamw, part='tune'):.3f}).",
         "8 workers are {:.3f} worse in training and {:.3f} on held-out books".format(
             *(gap(("scape99_warm_w8", 5e-4), warm, part=part) for part in ("train", "report"))),
         f"clipped in {100 * rows['scape99_warm_w8', 5e-4, 1]['share_clipped']:.0f} % of the steps in place of "

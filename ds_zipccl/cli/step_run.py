@@ -14,7 +14,7 @@ from ds_zipccl.cli import step_trace
 from ds_zipccl.cli.step_model import GPT, SIZES
 from ds_zipccl.cli.step_runs import Run, engine_config
 
-TRACED_STEPS = 1
+TRACED_STEPS = 2
 #: Methods of DeepSpeed's backend -> (how many times (W - 1) / W of what is given a rank sends, 0: W times; where that stands); its names.
 _SENT = {"all_reduce": (2, 0), "all_reduce_coalesced": (2, 0), "broadcast": (1, 0), "reduce": (1, 0), "reduce_scatter": (1, 1),
          "reduce_scatter_tensor": (1, 1), "all_to_all_single": (1, 1), "all_to_all": (1, 1), "all_gather": (0, 1),
@@ -97,14 +97,17 @@ class Training:
         return (time.perf_counter() - start) * 1e3 / num_steps
 
     def traced(self) -> dict[str, float] | None:
-        """``step_trace.summarize`` of a few steps; None on a CPU."""
+        """``step_trace.summarize`` of a few steps; None on a CPU. Ranks come out of the profiler's start at times of their own: one step
+        is made after it, and they meet, before what is summarized begins."""
         if self.device != "cuda":
             return None
         batches = [self.tokens(number) for number in range(TRACED_STEPS + 1)]
-        self.step(batches[0])
-        dist.barrier()
 
         def steps() -> None:
+            self.step(batches[0])
+            dist.barrier()
+            self.settle()
+            step_trace.mark()
             for tokens in batches[1:]:
                 self.step(tokens, step_trace.mark)
 

@@ -3,7 +3,7 @@ weights; and its weights and optimizer state can be put back."""
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.backend import deepspeed_comm, step_trials, zero3_params
+from ds_zipccl.backend import deepspeed_comm, deepspeed_links, step_trials, zero3_params
 from ds_zipccl.backend.deepspeed_comm import deepspeed_comm as seam
 from ds_zipccl.backend.zero3_params import ZeroParamStatus
 from ds_zipccl.cli.step_runs import SILENT
@@ -24,6 +24,7 @@ class Way:
         if isinstance(section, dict):
             config = ZipcclConfig.from_section(section)
             self.runtime = Runtime(config, {kind: loader.resolve(config.kernels, kind, config.level) for kind in {device, "cpu"}})
+        self._is_measured = False
         self._is_tried = self.runtime is not None and section.get("step_trials", False)          # others are not disturbed by trials
 
     @property
@@ -55,6 +56,9 @@ class Way:
         elif self.runtime is not None:
             deepspeed_comm.install(self.runtime)
             zero3_params.attach(self._engine)
+            if not self._is_measured:                       # as when an engine is made
+                deepspeed_links.measure(self._engine)
+                self._is_measured = True
 
     def leave(self) -> None:
         if self._is_silent:

@@ -16,7 +16,7 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def mark() -> None:
-    """Queues what ``summarize`` finds the optimizer's part by: before it and after it, in every step."""
+    """Queues what ``summarize`` finds parts by: before the first step, and before and after the optimizer's part of every step."""
     torch.cuda._sleep(1)
 
 
@@ -37,17 +37,17 @@ def summarize(events: list[dict], num_steps: int) -> dict[str, float]:
     device), ``compute_ms`` (any other), ``exposed_ms`` (one of NCCL's or ours and no other kernel), ``exposed_copies_ms`` (nothing but
     copies), ``idle_ms`` (none), ``span_ms`` (from the first's start to the last's end). Where every step was marked, also
     ``optimizer_ms``, ``exposed_in_optimizer_ms`` and ``idle_in_optimizer_ms``: the part of compute, exposed (copies included) and idle
-    between a step's two marks.
+    between a step's two marks. Nothing counts that began before the first of 2 * ``num_steps`` + 1 marks.
 
     A kernel of NCCL's that waits for another rank counts as running: what is exposed includes waiting.
     """
-    kinds, marks = {"communication": [], "codec": [], "copies": [], "compute": []}, []
+    kinds = {"communication": [], "codec": [], "copies": [], "compute": []}
+    marks = sorted(event["ts"] for event in events if MARK in event["name"].lower())
+    begin = marks.pop(0) if len(marks) == 2 * num_steps + 1 else float("-inf")
     for event in events:
         name, interval = event["name"].lower(), (event["ts"], event["ts"] + event["dur"])
         starts = {"communication": COMMUNICATION, "codec": CODEC, "copies": COPIES}
-        if MARK in name:
-            marks.append(interval[0])
-        else:
+        if MARK not in name and event["ts"] >= begin:
             kinds[next((kind for kind, words in starts.items() if name.startswith(words)), "compute")].append(interval)
     joined = {kind: union(intervals) for kind, intervals in kinds.items()}
     kernels = union(joined["communication"] + joined["codec"] + joined["compute"])
@@ -57,7 +57,6 @@ def summarize(events: list[dict], num_steps: int) -> dict[str, float]:
     lengths |= {"exposed_ms": length(kernels) - lengths["compute_ms"], "exposed_copies_ms": length(everything) - length(kernels),
                 "idle_ms": span - length(everything), "span_ms": span}
     if len(marks) == 2 * num_steps:
-        marks.sort()
         windows = list(zip(marks[::2], marks[1::2], strict=True))
         computing, busy = (length(_inside(intervals, windows)) for intervals in (joined["compute"], everything))
         lengths |= {"optimizer_ms": computing, "exposed_in_optimizer_ms": busy - computing,

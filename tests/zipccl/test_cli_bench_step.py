@@ -30,6 +30,8 @@ def test_exposed_is_what_no_arithmetic_hides():
     # Between them: arithmetic 95-100, 120-145, 400-430; busy all of 95-145 and 400-430.
     expected |= {"optimizer_ms": 60 / 2e3, "exposed_in_optimizer_ms": 20 / 2e3, "idle_in_optimizer_ms": 10 / 2e3}
     assert step_trace.summarize([*events, *marks], num_steps=2) == pytest.approx(expected)
+    before = [event("gemm", -90, -50), event("ncclDevKernel_AllReduce", -50, 400), event(step_trace.MARK, -20, -19)]
+    assert step_trace.summarize([*before, *events, *marks], num_steps=2) == pytest.approx(expected)
     assert step_trace.summarize([], 1)["span_ms"] == 0
 
 

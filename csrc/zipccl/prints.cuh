@@ -7,13 +7,21 @@
 
 namespace zipscape {
 
-// In device memory. fingerprint.py repeats it.
+// cuda_calls.py repeats it.
 struct Print {
     const u8* data;
     i64 numel, lead;                                       // of 2 bytes each; those before the first row, which is aligned to 8 bytes
     i64* sums;
     u8* differs;                                           // set to 1 where `sums` is not the data's, if that is asked
 };
+
+// As many as a kernel takes as arguments: no table in device memory, whose making might wait for what the stream has to do.
+constexpr u32 kMaxPrints = 100;
+struct Prints {
+    Print of[kMaxPrints];
+    u32 compares;
+};
+static_assert(sizeof(Prints) <= 4096, "arguments of a kernel");
 
 constexpr u32 kPrintWarps = 8, kRowsOfAWarp = 4, kRowWords = 32, kRowHalves = 4 * kRowWords;
 
@@ -53,23 +61,33 @@ __device__ __forceinline__ void print_rows(const Print& p, bool compares) {
     if (differs) *p.differs = 1;
 }
 
-extern "C" __global__ void __launch_bounds__(kPrintWarps * 32) zipccl_prints(const Print* table, u32 compares) {
-    print_rows(table[blockIdx.y], compares != 0);
+extern "C" __global__ void __launch_bounds__(kPrintWarps * 32) zipccl_prints(const __grid_constant__ Prints p) {
+    print_rows(p.of[blockIdx.y], p.compares != 0);
 }
 
-// Of `num` tensors, the largest of `most` elements.
-extern "C" int zipccl_cuda_prints(const void* table, i64 num, i64 most, i64 compares, void* stream) {
-    const i64 blocks = most / (kRowHalves * kPrintWarps * kRowsOfAWarp * 4) + 1;
-    const dim3 grid((u32)(blocks < 256 ? blocks : 256), (u32)num);
-    if (!num) return 0;
+// Of `num` tensors; `prints`: host memory, read before return.
+extern "C" int zipccl_cuda_prints(const Print* prints, i64 num, i64 compares, void* stream) {
+    for (i64 first = 0; first < num; first += kMaxPrints) {
+        Prints p;
+        const i64 here = num - first < kMaxPrints ? num - first : kMaxPrints;
+        i64 most = 0;
+        for (i64 i = 0; i < here; i++) {
+            p.of[i] = prints[first + i];
+            if (p.of[i].numel > most) most = p.of[i].numel;
+        }
+        p.compares = (u32)compares;
+        const i64 blocks = most / (kRowHalves * kPrintWarps * kRowsOfAWarp * 4) + 1;
+        const dim3 grid((u32)(blocks < 256 ? blocks : 256), (u32)here);
 #ifdef ZIPSCAPE_EMULATE
-    (void)stream;
-    emulate::launch(grid, kPrintWarps * 32, [&] { zipccl_prints((const Print*)table, (u32)compares); });
-    return 0;
+        (void)stream;
+        emulate::launch(grid, kPrintWarps * 32, [&] { zipccl_prints(p); });
 #else
-    zipccl_prints<<<grid, kPrintWarps * 32, 0, (cudaStream_t)stream>>>((const Print*)table, (u32)compares);
-    return (int)cudaGetLastError();
+        zipccl_prints<<<grid, kPrintWarps * 32, 0, (cudaStream_t)stream>>>(p);
+        const int code = (int)cudaGetLastError();
+        if (code) return code;
 #endif
+    }
+    return 0;
 }
 
 }  // namespace zipscape

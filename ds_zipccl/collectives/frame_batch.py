@@ -7,10 +7,8 @@ from ds_zipccl.collectives.fingerprint import shape_of
 from ds_zipccl.collectives.frame_slot import Slot
 from ds_zipccl.collectives.launch import PREPARED
 from ds_zipccl.kernels import ops
-from ds_zipccl.kernels.cuda_calls import FRAME_ALIGN, workspace_words
+from ds_zipccl.kernels.cuda_calls import FRAME_ALIGN, Print, workspace_words
 from ds_zipccl.kernels.launch_calls import step
-
-MAX_PRINTS = (1 << 16) - 1              # a grid's second dimension; mixtures of experts can have more parameters
 
 
 class Prints:
@@ -18,28 +16,24 @@ class Prints:
     not that of the data (None: nothing will be compared). ``launcher``: kernels/ops.py."""
 
     def __init__(self, launcher, slots: list[Slot], data: list[torch.Tensor], differs: torch.Tensor | None):
-        rows = [(x.data_ptr(), *shape_of(x)[:2], slot.print.data_ptr(), 0 if differs is None else differs.data_ptr() + slot.index)
+        rows = [Print(x.data_ptr(), *shape_of(x)[:2], slot.print.data_ptr(), 0 if differs is None else differs.data_ptr() + slot.index)
                 for slot, x in zip(slots, data, strict=True)]
-        self._launcher, self._num, self._most = launcher, len(rows), max(row[1] for row in rows)
-        device, self._kept = data[0].device, [slot.print for slot in slots]
-        table = torch.tensor(rows, dtype=torch.int64, device="cpu")
-        self._table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+        self._launcher, self._of, self._kept = launcher, (Print * len(rows))(*rows), [slot.print for slot in slots]
+        self._stream = streams.current(data[0].device)
         for t in self._kept:
             streams.keep(t)                         # once for a stream is enough: what may be dropped is what was written before
-        self._stream = streams.current(device)
 
     def make(self) -> None:
         """On the stream that was current when this was made."""
-        self._launcher.prints(self._table.data_ptr(), self._num, self._most, False, self._stream)
+        self._launcher.prints(self._of, False, self._stream)
 
     def compare(self) -> None:
-        self._launcher.prints(self._table.data_ptr(), self._num, self._most, True, self._stream)
+        self._launcher.prints(self._of, True, self._stream)
 
     @staticmethod
     def can(slots: list[Slot], data: list[torch.Tensor]) -> bool:
-        return len(slots) <= MAX_PRINTS and all([
-            slot.print is not None and slot.print.numel() == shape_of(x)[2] and (x.data_ptr() + 2 * shape_of(x)[1]) % 8 == 0
-            for slot, x in zip(slots, data, strict=True)])
+        return all([slot.print is not None and slot.print.numel() == shape_of(x)[2] and (x.data_ptr() + 2 * shape_of(x)[1]) % 8 == 0
+                    for slot, x in zip(slots, data, strict=True)])
 
 
 class Batch:

@@ -14,9 +14,14 @@ _ARGUMENTS = {
     "zipccl_cuda_decode": [_P, _P, _I, _P, _I, _I, _I, _P, _P],
     "zipccl_cuda_decode_reduce": [_P, _P, _I, _I, _P, _I, _P, _P, _P],
     "zipccl_cuda_prepare": [ctypes.POINTER(_P), ctypes.POINTER(_I), ctypes.POINTER(_P)],
-    "zipccl_cuda_prints": [_P, _I, _I, _I, _P],
+    "zipccl_cuda_prints": [_P, _I, _I, _P],
     "zipccl_cuda_take_word": [_P, ctypes.POINTER(ctypes.c_uint32), _P],
 }
+
+
+class Print(ctypes.Structure):
+    """Of a fingerprint: addresses of device memory (csrc/zipccl/prints.cuh)."""
+    _fields_ = [("data", _P), ("numel", _I), ("lead", _I), ("sums", _P), ("differs", _P)]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -110,9 +115,9 @@ class CudaCalls:
             _refused("the reading of the error word", code)
         return word.value
 
-    def prints(self, table: int, num: int, most: int, compares: bool, stream: int) -> None:
-        """``table``: address of ``num`` rows of device memory (prints.cuh), the largest of ``most`` elements."""
-        code = self.library.zipccl_cuda_prints(table, num, most, compares, stream)
+    def prints(self, of, compares: bool, stream: int) -> None:
+        """``of``: an array of Print."""
+        code = self.library.zipccl_cuda_prints(of, len(of), compares, stream)
         if code:
             _refused("fingerprints", code)
 

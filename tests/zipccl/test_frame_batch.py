@@ -5,7 +5,7 @@ import torch
 
 from ds_zipccl.codec.codec import Codec, split_status
 from ds_zipccl.collectives.fingerprint import fingerprint, shape_of
-from ds_zipccl.collectives.frame_batch import MAX_PRINTS, Batch, Prints
+from ds_zipccl.collectives.frame_batch import Batch, Prints
 from ds_zipccl.collectives.frame_slot import Slot
 from ds_zipccl.errors import KernelError
 from tests.zipccl.emulated_launcher import launcher_of
@@ -82,10 +82,19 @@ def test_rows_that_begin_between_words_are_done_one_by_one():
         assert not Prints.can(slots, [x])
 
 
-def test_more_than_a_grid_has_are_done_one_by_one():
-    (data,), slot = parts((130,), 3), slots_of(parts((130,), 3))[0]
-    slot.print = fingerprint(data)
-    assert Prints.can([slot] * MAX_PRINTS, [data] * MAX_PRINTS) and not Prints.can([slot] * (MAX_PRINTS + 1), [data] * (MAX_PRINTS + 1))
+def test_more_than_a_kernel_takes(launcher):
+    """Of many tensors each is done, and what differs is found where it is, in whichever launch."""
+    data = parts([130 + i % 7 for i in range(205)], 3)
+    slots = slots_of(data)
+    for slot, x in zip(slots, data, strict=True):
+        slot.print = torch.zeros(shape_of(x)[2], dtype=torch.int64)
+    Prints(launcher, slots, data, None).make()
+    assert all(torch.equal(slot.print, fingerprint(x)) for slot, x in zip(slots, data, strict=True))
+    differs = torch.zeros(len(slots), dtype=torch.bool)
+    for i in (0, 99, 100, 204):
+        data[i].view(torch.int16)[129] ^= 1
+    Prints(launcher, slots, data, differs).compare()
+    assert differs.nonzero().view(-1).tolist() == [0, 99, 100, 204]
 
 
 def test_frames_and_fingerprints_of_many(launcher):

@@ -69,6 +69,15 @@ __device__ __forceinline__ void fetch_to_l2(const u8* p, u32 bytes) {
 #endif
 }
 
+// The same for the 128 bytes at `p` (a multiple of 128), a line for each lane that calls it.
+__device__ __forceinline__ void fetch_line_to_l2(const u8* p) {
+#if defined(ZIPSCAPE_EMULATE)
+    (void)*(const volatile u8*)p, (void)*(const volatile u8*)(p + 127);
+#elif __CUDA_ARCH__ >= 900
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
+#endif
+}
+
 // ---- a barrier in shared memory, for one use, that threads arrive at and wait for apart: what is written before the `count` arrivals is seen
 // after the wait. Between barrier_init and the rest: __syncthreads.
 #ifdef ZIPSCAPE_EMULATE

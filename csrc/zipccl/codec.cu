@@ -10,8 +10,8 @@ using namespace zipscape;
 
 // Warps of a CTA, and CTAs that must fit on a multiprocessor: what the compiler may spend on registers. nvrtc.py repeats the warps. Encode's
 // are in encode.cuh.
-constexpr u32 kDecodeWarps = 4, kReduceWarps = 4, kReduce2Warps = 4, kReduceRowsWarps = 2;
-constexpr u32 kDecodeCtas = 16, kReduceCtas = 5, kReduce2Ctas = 10, kReduceRowsCtas = 12;
+constexpr u32 kDecodeWarps = 4, kReduceWarps = 4, kReduce2Warps = 4, kReduceRowsWarps = 1;
+constexpr u32 kDecodeCtas = 16, kReduceCtas = 5, kReduce2Ctas = 10, kReduceRowsCtas = 24;
 constexpr u32 kReduceRows = 4;              // rows whose headers are staged at once
 #ifndef ZIPCCL_ENCODE2_CTAS
 #define ZIPCCL_ENCODE2_CTAS 3
@@ -28,7 +28,7 @@ constexpr u32 kEncode2Ctas = ZIPCCL_ENCODE2_CTAS, kDecode2Ctas = 10, kReduce2Lev
         decode_reduce_blocks<DecodeLevel1<F>, kReduce2Warps, 1, true>(c);                                                                  \
     }                                                                                                                        \
     ZIPCCL_KERNEL(zipccl_reduce_##dtype, F::kItem == 2 ? kReduceRowsWarps : kReduceWarps, F::kItem == 2 ? kReduceRowsCtas : kReduceCtas) { \
-        if constexpr (F::kItem == 2) reduce_rows<F, kReduceRowsWarps>(c);                                                    \
+        if constexpr (F::kItem == 2) reduce_rows<F, kReduceRowsWarps, kReduceRowsCtas>(c);                                   \
         else decode_reduce_blocks<DecodeLevel1<F>, kReduceWarps, kReduceRows, false>(c);                                     \
     }
 ZIPCCL_KERNELS(Bf16, bf16)

@@ -62,6 +62,21 @@ __device__ __forceinline__ void fetch_tile(const Call& c, u32 tile) {
     if (is_aligned(src, 16)) fetch_to_l2(src, kRawBytes);
 }
 
+// What is asked of L2 while the call before this one ends: by every CTA of those that fit at once its tile. They start when CTAs of that call are done,
+// but where all of a call fit at once, some find room as soon as that call has begun: the first ones ask for the last tiles instead.
+template <class F>
+__device__ __forceinline__ void fetch_first_tiles(const Call& c) {
+    constexpr u32 kEarlyCtas = 7, kEarlyTiles = 66;        // at 16 MiB 257 CTAs leave room for 7 on an H200; much more they don't get done
+    const u32 num_tiles = (u32)c.g.num_tiles, at_once = kEncodeCtas * (u32)c.look_ahead;
+    if (blockIdx.y > 0 || blockIdx.x >= at_once) return;
+    if (num_tiles <= at_once && blockIdx.x < kEarlyCtas) {
+        const u32 i = threadIdx.x * kEarlyCtas + blockIdx.x;
+        if (i < min(kEarlyTiles, num_tiles)) fetch_tile<F>(c, num_tiles - 1 - i);
+    } else if (threadIdx.x == 0 && (num_tiles > at_once || blockIdx.x + kEarlyTiles < num_tiles)) {
+        fetch_tile<F>(c, blockIdx.x);
+    }
+}
+
 // ---- what the levels do differently
 
 // How a warp codes a pair of blocks at a level, and what a lane keeps of it until the tile's slots are shared out. kWarps of a CTA, which
@@ -268,8 +283,7 @@ __device__ __forceinline__ void encode_tile(const Call& c) {
     __shared__ u32 tally;                                  // the warps' counts so far; the upper byte: how many warps
     __shared__ __align__(8) u64 counted;                   // barrier: `heads` is complete
     const u32 look_ahead = (u32)c.look_ahead;
-    if constexpr (L::kFetch)
-        if (threadIdx.x == 0 && blockIdx.y == 0 && blockIdx.x < kEncodeCtas * look_ahead) fetch_tile<typename L::Format>(c, blockIdx.x);
+    if constexpr (L::kFetch) fetch_first_tiles<typename L::Format>(c);
     begin_in_turn();
     const u32 lane = lane_id(), warp = warp_id(), tile_index = blockIdx.x;
     u8* frame = c.frames + row_of(c, blockIdx.y) * c.frame_stride;

@@ -18,7 +18,7 @@ struct Call {
     i64 skip;                          // a row to leave out (decode_reduce: the one taken from x), or -1
     u32* status;                       // encode: [1] need and overflow. decode: [1] kinds of corruption found, ORed
     u64* workspace;                    // encode: workspace_words() words, zeroed once, used by one call after the other
-    i64 look_ahead;                    // encode: multiprocessors of the device
+    i64 look_ahead;                    // encode, decode_reduce: multiprocessors of the device
     u64* mail;                         // encode: where stamp << 32 | status goes too, in memory that hosts read; or null
     u64 stamp;
 };

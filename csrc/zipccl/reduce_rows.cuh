@@ -142,16 +142,30 @@ __device__ __forceinline__ u32 set_far_exponents(const Call& c, const Tile& t, u
     return errors;
 }
 
-// Grid: groups of kWarps blocks. Row `skip` comes from x, the others from `frames`, added in row order.
-template <class F, u32 kWarps>
+// Asks L2 for what a block has in the first two frames, 11 lines of 128 bytes each, while the call before this one ends. A warp; not for the last
+// tile, which may be partial.
+template <class F>
+__device__ __forceinline__ void fetch_first_frames(const Call& c, const Tile& t, u32 tile_index, u32 b) {
+    constexpr u32 kPlaneLines = kBlockElems / 128, kLines = kPlaneLines + kCodeBytes / 128;
+    const u32 frame = lane_id() / kLines, line = lane_id() % kLines, row = frame + (frame >= (u32)c.skip);
+    if (frame >= 2 || row >= (u32)c.num_rows || tile_index + 1 >= (u32)c.g.num_tiles) return;
+    const u32 at = line < kPlaneLines ? t.planes_offset + b * kBlockElems + 128 * line : t.codes_offset + b * kCodeBytes + 128 * (line - kPlaneLines);
+    fetch_line_to_l2(c.frames + (i64)row * c.frame_stride + t.offset + at);
+}
+
+// Grid: groups of kWarps blocks; kCtas of them fit on a multiprocessor. Row `skip` comes from x, the others from `frames`, added in row order.
+//
+// The first CTAs, which start when those of the call before this one end, have their first rows on the way when that call is done.
+template <class F, u32 kWarps, u32 kCtas>
 __device__ __forceinline__ void reduce_rows(const Call& c) {
     static_assert(F::kItem == 2 && sizeof(RowRoom<F>) % 128 == 0, "a lane has 64 bytes of a row, and by_4 tells the lane");
     constexpr u32 kRawBytes = kBlockElems * F::kItem, kHeadLanes = kCodeBytes / 16, kRowSlot = sizeof(RowRoom<F>::slots) / 3;
     __shared__ __align__(256) RowRoom<F> rooms[kWarps];
-    begin_in_turn();
     const u32 lane = lane_id(), block = blockIdx.x * kWarps + warp_id(), tile_index = block / 32, b = block % 32;
     const u32 num_rows = (u32)c.num_rows, skip = (u32)c.skip;
     const Tile t = find_tile(c.g, tile_index);
+    if (blockIdx.x < kCtas * (u32)c.look_ahead) fetch_first_frames<F>(c, t, tile_index, b);
+    begin_in_turn();
     const u32 present = present_of(present_elems(c.g, tile_index), b);
     if (present == 0) return;                              // a whole warp
     const u8* own = c.x + (i64)block * kRawBytes;

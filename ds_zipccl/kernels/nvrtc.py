@@ -19,7 +19,7 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _DTYPE_NAMES = {1: "bf16", 2: "fp16", 3: "fp32"}
 _FLAGS = ("--std=c++17", "-fmad=false", "-default-device")
 _WARPS = {"encode": 16, "decode": 4, "reduce": 4, "reduce2": 4}          # as in codec.cu
-_REDUCE_ROWS_WARPS = 2                                                    # of "reduce" at level 1, item size 2
+_REDUCE_ROWS_WARPS = 1                                                    # of "reduce" at level 1, item size 2
 _TILE_BLOCKS = 32
 _ENCODE_LEVEL2 = 8, 8 * 2048 + 32 * 1792                                  # warps, bytes of shared memory: EncodeLevel2 in encode.cuh
 _BLOCK_STAGE = {2: 32 * 48, 4: 32 * 80}      # bytes of shared memory that encode needs for a block, by item size

@@ -33,7 +33,9 @@ class KnownGather:
         self._note()
 
     def _note(self) -> None:
-        self._num_writes, self._boundary = self._cache.num_writes, self._cache.boundary
+        # What does not fit into its frame stays dirty, and is to be looked at each time.
+        self._num_writes = -1 if any([slot.dirty for slot in self._framed]) else self._cache.num_writes
+        self._boundary = self._cache.boundary
         self._costs = self._measured and self._measured.costs
 
     def holds_again(self, stream: int | None, bases: list[torch.Tensor]) -> bool:
@@ -104,7 +106,7 @@ class KnownGather:
     def _is_as_agreed(self) -> bool:
         """After writes: whether every slot's frame is of its present data."""
         for slot in self._slots:
-            if slot.dirty or slot.stale and slot.eligible:
+            if slot.dirty and slot.codec is not None or slot.stale and slot.eligible:
                 return False
         for slot in self._slots:
             slot.used = True

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.collectives import frame_batch, frame_cache
-from ds_zipccl.errors import CollectiveError
+from ds_zipccl.errors import CollectiveError, FrameError
 from ds_zipccl.kernels.cuda_calls import CudaCalls
 from tests.helpers.bits import assert_same_bits
 from tests.helpers.emulated import compile_for_host
@@ -65,14 +65,14 @@ class Counting:
         frame_batch.Batch.run, frame_batch.Prints.compare, frame_cache.launcher_of = self._kept
 
 
-def at_once(case):
-    """The case with what batches there are."""
+def at_once(case, num_runs: int = 1):
+    """The case with what batches there are, so many at least."""
 
     @functools.wraps(case)
     def run(rank, world_size):
         with Counting() as seen:
             case(rank, world_size)
-        assert seen.num_runs > 0
+        assert seen.num_runs >= num_runs
 
     return run
 
@@ -82,6 +82,7 @@ case_overflow_on_one_rank = at_once(frame_cache_cases.case_overflow_on_one_rank)
 case_unannounced_writes_found_later = at_once(frame_cache_cases.case_unannounced_writes_found_later)
 case_one_sided_many_gathers = at_once(frame_cache_one_sided_cases.case_one_encode_for_many_gathers)
 case_one_sided_like_an_earlier_one = at_once(frame_cache_one_sided_cases.case_gathers_like_an_earlier_one)
+case_one_sided_what_does_not_fit = at_once(frame_cache_one_sided_cases.case_a_write_of_one_rank_that_does_not_fit_is_no_error, num_runs=0)
 case_one_sided_frames_made_anew = at_once(frame_cache_one_sided_cases.case_frames_are_made_anew_behind_what_sends_them)
 
 
@@ -128,6 +129,28 @@ def case_over_the_group(rank, world_size):
         assert ON_GPU or bool(launcher().errors)
         world.close()
     assert seen.num_runs > 0
+
+
+def case_what_does_not_fit_is_an_error_each_time(rank, world_size):
+    """Over the group, of who wrote it alone."""
+    with Counting():
+        world = World(world_size)
+        world.gather()
+        world.gather()
+        world.write(1, lambda r: data_of(r, seed=30, spread=9.0), on=0)
+        if rank == 0:
+            world.cache.changed_here([world.cache.slots[1]])
+        for _ in range(3):
+            outs, known = world.outs(), world.cache.known(world.cache.slots)
+            assert known is not None
+            gather = known.launch(lambda outs=outs: outs)
+            assert (gather is None) == (rank == 0)
+            try:
+                gather = gather or world.cache.gather(world.cache.slots, lambda outs=outs: outs, world.shards)
+            except FrameError as error:
+                assert rank == 0 and "shard 1" in str(error)
+        dist.barrier()
+        world.close()
 
 
 def case_parts_of_an_output(rank, world_size):

@@ -360,7 +360,7 @@ class FrameCache:
             self.join_sent, num_bytes = gather.join, gather.sent_bytes
         else:
             parts = [Piece(self._data(source), s.frame, s.codec) for s, source in zip(slots, sources, strict=True)]
-            outs = make_outs() if bases is not None and self._ways.is_to_be_known(slots, way) else None
+            outs = make_outs() if bases is not None and self._launcher is not None and self._ways.is_to_be_known(slots, way) else None
             gather = PieceGather(parts, make_outs if outs is None else lambda: outs, self.group, self.runtime.workspace)
             num_bytes = gather.row_bytes * (self.group.size() - 1)
         if bases is not None:

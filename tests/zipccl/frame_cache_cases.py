@@ -125,6 +125,20 @@ def case_one_encode_for_many_gathers(rank, world_size):
     world.close()
 
 
+def case_outputs_are_made_when_somebody_waits(rank, world_size):
+    """Over the group, where what is in flight takes memory enough; once, where a gather is described, earlier."""
+    world = World(world_size)
+    for _ in range(4):
+        made = []
+        gather = world.cache.gather(world.cache.slots, lambda made=made: (made.append(world.outs()), made[-1])[1], world.shards)
+        assert DEVICE == "cuda" or not made
+        gather.wait()
+        assert len(made) == 1
+        for out, expected in zip(made[0], world.expected, strict=True):
+            assert_same_bits(out, expected, "made late")
+    world.close()
+
+
 def case_overflow_on_one_rank(rank, world_size):
     """All ranks learn of it in the one exchange and take larger frames; what does not compress travels as it is, and is tried again."""
     world = World(world_size)

@@ -12,6 +12,7 @@ It is a Python ProcessGroup around a plain one with gloo (CPU tensors) and, wher
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
 
 from ds_zipccl.backend import front, torch_calls, torch_session
 from ds_zipccl.backend.torch_batch import batch_through_coalescing
@@ -137,9 +138,24 @@ def _native_backends(options, native_options):
         settings = native_options or dist.ProcessGroupNCCL.Options()
         settings._timeout = options.timeout
         settings.global_ranks_in_group, settings.group_name = options.global_ranks_in_group, options.group_id
+        source = _split_source(options)
+        if source is not None:
+            settings.split_from, settings.split_color = source, c10d._process_group_color(list(options.global_ranks_in_group))
         nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", options.store), rank, size, settings)
         nccl._set_sequence_number_for_group()
+        if source is not None:
+            nccl.eager_connect_single_device(c10d._get_default_group().bound_device_id)
         yield "cuda", ProcessGroup.BackendType.NCCL, nccl
+
+
+def _split_source(options):
+    """Of a subgroup, the world's NCCL backend, if the world is bound to a device: torch has ranks outside of the subgroup take part in a
+    split of its communicator, whatever the subgroup's backend, and there they wait for those inside. None: no such world."""
+    if not dist.is_initialized() or not list(options.global_ranks_in_group):
+        return None
+    world = c10d._get_default_group()
+    source = c10d._get_split_source(world) if world.bound_device_id is not None else None
+    return source if isinstance(source, dist.ProcessGroupNCCL) else None
 
 
 def _is_plain(tensors) -> bool:

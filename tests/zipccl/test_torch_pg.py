@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
 
 import ds_zipccl
-from ds_zipccl.backend import torch_batch, torch_calls, torch_session
+from ds_zipccl.backend import torch_batch, torch_calls, torch_pg, torch_session
 from ds_zipccl.backend.torch_pg import FORWARDED, ZipProcessGroup
 from ds_zipccl.collectives.transport import abort_backend
 from tests.helpers.ranks import assert_ok, case_names
@@ -53,6 +54,44 @@ def test_short_forms_are_left_to_torch():
         asked = torch_calls.understand(method, args, {})
         assert asked.output is None, method
     assert torch_calls.understand("allreduce", ([x],), {}).output is x
+
+
+@pytest.mark.parametrize("bound, ranks", [("cuda:1", [1, 2]), ("cuda:1", []), (None, [1, 2])])
+def test_subgroups_of_a_bound_world_are_split_from_it(bound, ranks, monkeypatch):
+    """Where torch has all other ranks take part in that split."""
+    made = []
+
+    class Nccl:
+        Options, supports_splitting = SimpleNamespace, True
+
+        def __init__(self, store, rank, size, settings):
+            self.settings, self.connected = settings, []
+            self.eager_connect_single_device = self.connected.append
+            made.append(self)
+
+        def _set_sequence_number_for_group(self):
+            pass
+
+    class Gloo(Nccl):
+        options = SimpleNamespace()
+
+        def __init__(self, *_, timeout):
+            pass
+
+    source = object.__new__(Nccl)
+    world = SimpleNamespace(bound_device_id=bound, _get_backend=lambda device: source)
+    for name, value in (("ProcessGroupNCCL", Nccl), ("ProcessGroupGloo", Gloo), ("is_nccl_available", lambda: True),
+                        ("is_initialized", lambda: True)):
+        monkeypatch.setattr(dist, name, value, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(c10d, "_get_default_group", lambda: world)
+    options = SimpleNamespace(store=dist.HashStore(), group_rank=0, group_size=2, timeout=9, group_id="some", global_ranks_in_group=ranks)
+    assert [device for device, *_ in torch_pg._native_backends(options, None)] == ["cpu", "cuda"]
+    if bound and ranks:
+        assert made[0].settings.split_from is source and made[0].settings.split_color == c10d._process_group_color([1, 2])
+        assert made[0].connected == ["cuda:1"]
+    else:
+        assert not hasattr(made[0].settings, "split_from") and made[0].connected == []
 
 
 @pytest.mark.parametrize("can", [True, False])

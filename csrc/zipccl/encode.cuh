@@ -62,19 +62,17 @@ __device__ __forceinline__ void fetch_tile(const Call& c, u32 tile) {
     if (is_aligned(src, 16)) fetch_to_l2(src, kRawBytes);
 }
 
-// What is asked of L2 while the call before this one ends: by every CTA of those that fit at once its tile. They start when CTAs of that call are done,
-// but where all of a call fit at once, some find room as soon as that call has begun: the first ones ask for the last tiles instead.
+// What is asked of L2 while the call before this one ends: by every CTA of those that fit at once its tile. They start when CTAs of that call are
+// done. But where all of a call fit at once, some find room as soon as that call has begun: so the first ones ask for the last tiles, for all of few.
 template <class F>
 __device__ __forceinline__ void fetch_first_tiles(const Call& c) {
-    constexpr u32 kEarlyCtas = 7, kEarlyTiles = 66;        // at 16 MiB 257 CTAs leave room for 7 on an H200; much more they don't get done
-    const u32 num_tiles = (u32)c.g.num_tiles, at_once = kEncodeCtas * (u32)c.look_ahead;
-    if (blockIdx.y > 0 || blockIdx.x >= at_once) return;
-    if (num_tiles <= at_once && blockIdx.x < kEarlyCtas) {
-        const u32 i = threadIdx.x * kEarlyCtas + blockIdx.x;
-        if (i < min(kEarlyTiles, num_tiles)) fetch_tile<F>(c, num_tiles - 1 - i);
-    } else if (threadIdx.x == 0 && (num_tiles > at_once || blockIdx.x + kEarlyTiles < num_tiles)) {
+    constexpr u32 kEarlyCtas = 7, kFewTiles = 66;          // at 16 MiB 257 CTAs leave room for 7 on an H200
+    const u32 end = (u32)c.g.num_tiles, at_once = kEncodeCtas * (u32)c.look_ahead, early_tiles = end <= kFewTiles ? kFewTiles : 28;
+    const u32 i = threadIdx.x * kEarlyCtas + blockIdx.x;
+    const bool fits = end <= at_once, is_early = fits && blockIdx.x < kEarlyCtas;
+    if (blockIdx.y == 0 && is_early && i < early_tiles && i < end) fetch_tile<F>(c, end - 1 - i);
+    if (threadIdx.x == 0 && blockIdx.y == 0 && blockIdx.x < at_once && !(fits && (is_early || end <= blockIdx.x + early_tiles)))
         fetch_tile<F>(c, blockIdx.x);
-    }
 }
 
 // ---- what the levels do differently

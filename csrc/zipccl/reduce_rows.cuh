@@ -1,11 +1,14 @@
 // Sums of three and more rows of 16-bit types at level 1: a warp a block, and no warp waits for another. What a warp decodes it has copied to
 // shared memory itself, two rows ahead; a row's escapes one row ahead, once the tile's headers have told where they are.
 //
-// A row has a slot, which holds the block's codes, the tile's block headers and the remainders. Decoded, a lane's part of the row goes through
-// shared memory once more, where escapes find their places.
+// A row has a slot, which holds the block's codes, the tile's block headers and the remainders; or the own row as it is. Decoded, a lane's part of
+// the row goes through shared memory once more, where escapes find their places.
 //
 // Instructions are what a row costs: memory alone would take less time (benchmarks/sum_floor.py), and the units for shifts and logic were busy for
 // 70 % of it on an H200. So what the compiler would work out anew for every row is kept in registers.
+//
+// (Tried there, and slower: two blocks a warp, which takes a sixth fewer instructions but has 16 warps on a multiprocessor for 24; pairs of BF16
+// taken apart by tensor cores; rows asked of L2 before their turn, but for the very first ones; only those headers that a block needs.)
 #ifndef ZIPCCL_REDUCE_ROWS_CUH
 #define ZIPCCL_REDUCE_ROWS_CUH
 
@@ -19,7 +22,7 @@ constexpr u32 kDecodedAt = 2 * kNearEscapes, kSlotsAt = kDecodedAt + 2 * kBlockE
 
 // Shared memory of a warp. `near` comes first: a corrupt frame may have bytes behind it read.
 template <class F>
-struct RowRoom { u8 near[2][kNearEscapes], decoded[2 * kBlockElems], slots[3][kExtraAt + F::kExtra * kCodeBytes]; };
+struct RowRoom { u8 near[2][kNearEscapes], decoded[2 * kBlockElems], slots[3][2 * kBlockElems]; };
 
 // What a tile's headers say of a block: its own one, and the escapes of the blocks before it; and whether its own are in RowRoom::near.
 struct RowHead { u32 word, before; bool is_near; };
@@ -159,6 +162,7 @@ __device__ __forceinline__ void fetch_first_frames(const Call& c, const Tile& t,
 template <class F, u32 kWarps, u32 kCtas>
 __device__ __forceinline__ void reduce_rows(const Call& c) {
     static_assert(F::kItem == 2 && sizeof(RowRoom<F>) % 128 == 0, "a lane has 64 bytes of a row, and by_4 tells the lane");
+    static_assert(kExtraAt + F::kExtra * kCodeBytes <= sizeof(RowRoom<F>::slots) / 3, "a slot holds a block as it is stored, too");
     constexpr u32 kRawBytes = kBlockElems * F::kItem, kHeadLanes = kCodeBytes / 16, kRowSlot = sizeof(RowRoom<F>::slots) / 3;
     __shared__ __align__(256) RowRoom<F> rooms[kWarps];
     const u32 lane = lane_id(), block = blockIdx.x * kWarps + warp_id(), tile_index = block / 32, b = block % 32;
@@ -170,7 +174,6 @@ __device__ __forceinline__ void reduce_rows(const Call& c) {
     if (present == 0) return;                              // a whole warp
     const u8* own = c.x + (i64)block * kRawBytes;
     const bool wide_own = present == kBlockElems && is_aligned(own, 16);
-    if (wide_own && lane == 0) fetch_to_l2(own, kRawBytes);
     // By 4, 8 and 16 bytes a lane, the block's header, in a room that starts with it; the lane's decoded elements: 64 bytes side by side, turned so
     // that the 16 bytes of 8 lanes meet every bank once.
     const SharedAddress room = shared_address(&rooms[warp_id()]);
@@ -183,7 +186,13 @@ __device__ __forceinline__ void reduce_rows(const Call& c) {
     const u8* front = c.frames + t.offset + at;            // of the row that is looked at or started
 
     const auto is_frame = [&](u32 row) { return row < num_rows && row != skip; };
-    const auto start = [&](bool on, u32 slot) {
+    const auto start = [&](u32 row, bool on, u32 slot) {
+        if (row == skip) {
+            if (wide_own)
+#pragma unroll
+                for (u32 i = 0; i < 4; i++) copy_16_async(by_16 + slot + 512 * i, own + part_offset<F>(i));
+            return;
+        }
         const u8* planes = front + (i64)(int)to_planes;
         copy_16_async(by_16 + slot, front, on);
         copy_16_async(by_16 + slot + kPlanesAt, planes, on);
@@ -201,9 +210,9 @@ __device__ __forceinline__ void reduce_rows(const Call& c) {
 
     u32 slot = kSlotsAt, slot_1 = slot + kRowSlot, slot_2 = slot_1 + kRowSlot, near = 0;
     bool on_0 = is_frame(0), on_1 = is_frame(1);           // whether these rows, from the current one on, are frames
-    start(on_0, slot);
+    start(0, on_0, slot);
     front += c.frame_stride;
-    start(on_1, slot_1);
+    start(1, on_1, slot_1);
     front -= c.frame_stride;
     commit_copies();
     wait_copies<0>();
@@ -211,9 +220,9 @@ __device__ __forceinline__ void reduce_rows(const Call& c) {
     RowHead next = look(on_0, slot, near);
     front += c.frame_stride;
     commit_copies();
-    keep_in_register(by_4), keep_in_register(by_8), keep_in_register(by_16), keep_in_register(mine), keep_in_register(head_in);
-    keep_in_register(to_planes), keep_in_register(others);
-    if (!F::kExtra) keep_in_register(seldom), keep_in_register(to_slots);         // FP16: no registers are left
+    keep_in_register(by_4), keep_in_register(by_8), keep_in_register(by_16), keep_in_register(mine);
+    if (!F::kExtra)                                        // FP16: no registers are left
+        keep_in_register(head_in), keep_in_register(to_planes), keep_in_register(others), keep_in_register(to_slots);
     float sum[32];                                         // -0 + x is x, also in bits (but for NaNs, which become canonical)
 #pragma unroll
     for (u32 k = 0; k < 32; k++) sum[k] = -0.0f;
@@ -225,7 +234,7 @@ __device__ __forceinline__ void reduce_rows(const Call& c) {
         const bool on_2 = is_frame(row + 2);
         next = look(on_1, slot_1, near ^ kNearEscapes);
         front += c.frame_stride;
-        start(on_2, slot_2);
+        start(row + 2, on_2, slot_2);
         commit_copies();
         if (on_0) {
             Stored<F> s;
@@ -264,7 +273,7 @@ __device__ __forceinline__ void reduce_rows(const Call& c) {
             }
         } else if (wide_own) {
 #pragma unroll
-            for (u32 i = 0; i < 4; i++) store_shared(mine ^ 16 * i, *(const uint4*)(own + part_offset<F>(i)));
+            for (u32 i = 0; i < 4; i++) store_shared(mine ^ 16 * i, load_shared_uint4(by_16 + slot + 512 * i));
         } else {
 #pragma unroll 1
             for (u32 i = 0; i < kLaneElems; i++) {

@@ -13,7 +13,16 @@ import deepspeed
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ds_zipccl.backend import deepspeed_comm, deepspeed_links, deepspeed_reports, step_trials, zero3_params, zero3_reduce, zero12
+from ds_zipccl.backend import (
+    deepspeed_comm,
+    deepspeed_links,
+    deepspeed_reports,
+    step_trials,
+    zero3_padding,
+    zero3_params,
+    zero3_reduce,
+    zero12,
+)
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import loader
@@ -37,6 +46,7 @@ def install(engine_module) -> None:
     deepspeed_links.install(cls)
     zero12.install()
     zero3_reduce.install()
+    zero3_padding.install()
 
 
 def _after(method, then):

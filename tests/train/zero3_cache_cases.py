@@ -22,6 +22,7 @@ from ds_zipccl.errors import CollectiveError
 from tests.train.zero3_cache_helpers import (
     CACHED,
     STEPS,
+    assert_same,
     batches,
     cache_counters,
     compare,
@@ -295,6 +296,19 @@ def case_nans_end_the_step_on_all_ranks(rank, world_size):
                 assert set(cache_counters()["bypassed"]) == {"nan_check"}, cache_counters()
             engine.destroy()
             deepspeed_hooks.deactivate()
+
+
+def case_padding_is_no_nan(rank, world_size):
+    """C50: what DeepSpeed pads shards and buckets with is memory that nobody has written. Here all such memory is NaNs."""
+    empty = torch.empty
+
+    def of_nans(*args, **kwargs):
+        t = empty(*args, **kwargs)
+        return t.fill_(float("nan")) if t.is_floating_point() and not t.is_meta else t
+
+    plain = train({**CACHED, "cache_params": False})
+    with mock.patch.object(torch, "empty", of_nans):
+        assert_same(train({**CACHED, "nan_check": "error"}), plain)
 
 
 class Files:

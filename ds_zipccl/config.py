@@ -63,8 +63,8 @@ class ZipcclConfig(BaseModel):
     transport: Literal["adaptive", "process_group", "symmetric_memory"] = "process_group"
     """How frames travel. "process_group": by the group's own collectives; "symmetric_memory": one-sided over NVLink where all ranks of a
     group are on one host and their GPUs can access each other's memory, else by the process group, counted with the reason; "adaptive":
-    where they can, the switch measures both ways and takes the faster one for each size. Not the default until a
-    GPU has been seen to run it."""
+    where they can, the switch measures both ways and takes the faster one for each size. Not the default: not
+    all tests on GPUs have run with it."""
 
     split_lists: Literal["any", "all_or_none"] = "any"
     """Which ranks pass split lists to one and the same all_to_all_single. "all_or_none" is your promise that all ranks of its group do, or

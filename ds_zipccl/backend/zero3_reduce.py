@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_zipccl.backend.deepspeed_comm import waiting_later
 
-LATE = os.environ.get("ZIPCCL_LATE") == "1"            # not the default until a GPU has been seen to do it
+LATE = os.environ.get("ZIPCCL_LATE") == "1"            # not the default until two GPUs have timed it
 MAX_BYTES = 256 << 20       # of a bucket: it takes this much memory longer, and few large calls hold the host seldom
 ATTRIBUTE = "zipccl_reduce"             # of an optimizer: its Delay
 _REDUCE = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"

@@ -152,7 +152,7 @@ def test_block_mean_is_close_to_the_best_window(kind, at_most):
     x = data(kind, BF16, 16 * TILE, 3)
     ours, best = statistics(x, "reference" if kind == "gaussian" else "best", escapes_per_block=200)[1], best_window_escapes(x)
     assert best <= ours <= at_most * best, f"{kind}: {ours / best:.3f}"
-    assert needed_bytes(ours, ROW, x.numel()) <= 1.01 * needed_bytes(best, ROW, x.numel())      # issue 3: within 1 %
+    assert needed_bytes(ours, ROW, x.numel()) <= 1.01 * needed_bytes(best, ROW, x.numel())      # the goal: within 1 %
 
 
 @DTYPES

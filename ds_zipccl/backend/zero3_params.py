@@ -170,6 +170,8 @@ class EngineFrames:
         before = self._known.get(which)
         if gather is None or before is not None and before.gather is gather or not handle.outputs:
             return
+        if len(handle.outputs) != gather.num_outputs:           # one of them is empty
+            return
         if len(self._known) >= MAX_SETS:
             self._known.clear()
         self._known[which] = _Known(handle, gather)

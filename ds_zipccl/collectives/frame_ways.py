@@ -95,6 +95,8 @@ class Ways:
             found.known.end()
             found.known = None
         is_due, found.way = self.is_to_be_known(slots, way), way
+        if outs is not None and any([out.is_inference() for out in outs]):
+            return                                  # such views do not tell of what they are parts
         if not is_due or outs is None or not all_in(bases, [part.data for part in parts if part.data.numel()]):
             return
         for out in outs:
@@ -112,7 +114,7 @@ class Ways:
             raw_bytes = sum(slot.raw_bytes for slot in slots) * (self._group.size() - 1)
             data = [part.data for part in parts if part.frame is not None]
             found.known = KnownGather(cache, slots, bases, data, way, launches, measured, (found.whole_bytes, None),
-                                      (raw_bytes, sent_bytes))
+                                      (raw_bytes, sent_bytes), len(outputs))
 
     def _is_chosen(self) -> bool:
         """Whether costs say how gathers go."""

@@ -170,6 +170,20 @@ def case_parts_of_an_output(rank, world_size):
             work.wait()
             for r in range(world_size):
                 assert_same_bits(rows[r], whole[r], turn)
+        assert world.cache.known(world.cache.slots).num_outputs == 1
+        world.close()
+        # Views that are made in inference mode do not tell of what they are parts.
+        world = World(world_size, numels)
+        for slot, part in zip(world.cache.slots, shard.split(numels), strict=True):
+            slot.source = lambda part=part: part
+        with torch.inference_mode():
+            for turn in range(4):
+                out = torch.empty(world_size * 37_050, dtype=torch.bfloat16, device=device())
+                rows = out.view(world_size, -1)
+                world.cache.gather(world.cache.slots, lambda rows=rows: rows.split(numels, dim=1), [shard]).wait()
+                assert world.cache.known(world.cache.slots) is None
+                for r in range(world_size):
+                    assert_same_bits(rows[r], whole[r], turn)
         world.close()
 
 

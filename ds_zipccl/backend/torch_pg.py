@@ -9,6 +9,8 @@ It is a Python ProcessGroup around a plain one with gloo (CPU tensors) and, wher
   the outer one.
 * 2.13 renamed five methods. The old names stay: for 2.11, and for those who call them.
 """
+import re
+
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -153,6 +155,8 @@ def _split_source(options):
     split of its communicator, whatever the subgroup's backend, and there they wait for those inside. None: no such world."""
     if not dist.is_initialized() or not list(options.global_ranks_in_group):
         return None
+    if re.fullmatch("[0-9a-f]{40}", options.group_id):
+        return None                                     # a hashed name, of ``use_local_synchronization``: nobody outside takes part
     world = c10d._get_default_group()
     source = c10d._get_split_source(world) if world.bound_device_id is not None else None
     return source if isinstance(source, dist.ProcessGroupNCCL) else None

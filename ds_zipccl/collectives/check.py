@@ -23,9 +23,13 @@ def check(spec: CollectiveSpec, call: Call, state, find_nans: bool = False) -> N
     with ``find_nans`` where a rank is about to send NaNs. Nothing can be asked of a call that a CUDA graph captures, which goes native."""
     if call.device.type == "cuda" and streams.is_capturing():
         return
-    size = call.world_size
+    size, failure = call.world_size, None
+    try:
+        nans = _nans(call) if find_nans else (0, 0)
+    except Exception as error:                          # of this rank alone, as when memory is short: the others wait for its row
+        nans, failure = (-1, -1), error
     own = [sorted(specs(internal=True)).index(call.op), zlib.crc32(str(call.dtype).encode()),
-           hash(call.reduce_op or dist.ReduceOp.SUM), -1 if call.root is None else call.root, *(_nans(call) if find_nans else (0, 0))]
+           hash(call.reduce_op or dist.ReduceOp.SUM), -1 if call.root is None else call.root, *nans]
     own += [count for side in _exchanged(spec, call) for count in (side + [-1] * size)[:size]]
     rows = torch.empty(size * len(own), dtype=torch.int64, device=call.device)
     state.side.all_gather(rows, torch.tensor(own, dtype=torch.int64, device=call.device)).wait()
@@ -35,6 +39,11 @@ def check(spec: CollectiveSpec, call: Call, state, find_nans: bool = False) -> N
         raise CollectiveError(describe("the ranks of a group do not make the same call", got=_named(problems),
                                        expected="the same collective, dtype, operation and root, and sizes that fit together",
                                        where=f"{sorted(specs(internal=True))[rows[0][0]]} on rank 0, group {call.group.group_name}"))
+    unseen = [f"rank {rank}" for rank, row in enumerate(rows) if row[4] < 0]
+    if unseen:
+        raise CollectiveError(describe("ranks could not look for NaNs", got=_named(unseen),
+                                       where=f"the input of {call.op}, {call.dtype}, group {call.group.group_name}",
+                                       todo='see the error of these ranks; "nan_check": "off" does not look')) from failure
     nans = [f"{row[4]} on rank {rank}, the first at element {row[5]}" for rank, row in enumerate(rows) if row[4]]
     if nans:
         raise CollectiveError(describe("NaNs in what ranks are about to send", got=_named(nans), expected='none ("nan_check": "error")',

@@ -119,7 +119,7 @@ class FrameCache:
         self.runtime.advance(self.group)            # messages are in the same order on every rank's side channel
         words = self._encode_as_before(stale)
         if words is None:
-            words = torch.zeros(len(stale) + 1, dtype=torch.int32, device=self.device)
+            self._batch, words = None, torch.zeros(len(stale) + 1, dtype=torch.int32, device=self.device)       # a batch holds frames
             for i, slot in enumerate(stale):
                 codec = self._codec(slot)
                 slot.room = slot.capacity.spill_per_tile, self._ways.level
@@ -179,7 +179,7 @@ class FrameCache:
     def _drop(self, slot: Slot, reason: str) -> None:
         if slot.codec is not None or slot.frame is not None or slot.reason != reason:
             self._ways.forget()
-        slot.codec = slot.frame = slot.print = None
+        slot.codec = slot.frame = slot.print = self._batch = None           # it holds frames
         slot.reason = reason
         self._hold(slot, 0)
 

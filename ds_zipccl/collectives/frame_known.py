@@ -16,9 +16,9 @@ from ds_zipccl.collectives.symmetric_known import KnownRows
 class KnownGather:
     """``bases``: the tensors that the slots' data are parts of; who launches it has seen that it is still these. ``data``: of those with
     frames. ``way``: ONE_SIDED or ZIPPED; ``rows``: what it takes to launch it. ``measured``: whose costs chose the way (None: nobody's),
-    and ``size``: its key there. ``sent``: bytes, natively and really. ``num_outputs``: how many ``launch`` takes."""
-    __slots__ = ("num_outputs", "_cache", "_slots", "_places", "_rows", "_measured", "_costs", "_size", "_num_writes", "_boundary", "_framed",
-                 "_data", "_prints", "_bypassed", "_sent", "_count", "_state", "_way")
+    and ``size``: its key there. ``sent``: bytes, natively and really. ``num_outputs``: of ``launch``."""
+    __slots__ = ("num_outputs", "_cache", "_slots", "_places", "_rows", "_measured", "_costs", "_size", "_num_writes", "_boundary",
+                 "_framed", "_data", "_prints", "_bypassed", "_sent", "_count", "_state", "_way")
 
     def __init__(self, cache, slots: list[Slot], bases: list[torch.Tensor], data: list[torch.Tensor], way: str,
                  rows: KnownRows | KnownPieces, measured: Measured | None, size: tuple, sent: tuple[int, int],

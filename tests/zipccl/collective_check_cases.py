@@ -1,10 +1,12 @@
 """Cases run on every rank by test_collectives.py: ranks that do not make the same call, where ``integrity`` asks them before each."""
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ds_zipccl.collectives import check
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.errors import CollectiveError
 from tests.helpers.bits import assert_same_bits, gaussian
@@ -148,6 +150,10 @@ def case_nans_are_named_on_all_ranks(rank, world):
         assert all(f"3000 on rank {r}" in text for r in range(world)) and "float64" in text, text
         integers = torch.ones(3000, dtype=torch.int64)
         assert launch(live, "all_reduce", integers, integers) is None
+        short = mock.Mock(side_effect=[torch.OutOfMemoryError("none left"), (0, 0)])           # the others do not wait for it
+        with mock.patch.object(check, "_nans", short if rank == 1 else check._nans):
+            text = refused(live, rank, world, "all_reduce", everywhere, everywhere)
+        assert "ranks could not look for NaNs. Got: rank 1. Where: the input of all_reduce" in text, text
 
 
 def case_nans_pass_where_nobody_looks(rank, world):

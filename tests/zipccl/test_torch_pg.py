@@ -56,9 +56,10 @@ def test_short_forms_are_left_to_torch():
     assert torch_calls.understand("allreduce", ([x],), {}).output is x
 
 
-@pytest.mark.parametrize("bound, ranks", [("cuda:1", [1, 2]), ("cuda:1", []), (None, [1, 2])])
-def test_subgroups_of_a_bound_world_are_split_from_it(bound, ranks, monkeypatch):
-    """Where torch has all other ranks take part in that split."""
+@pytest.mark.parametrize("bound, ranks, called", [("cuda:1", [1, 2], "some"), ("cuda:1", [], "some"), (None, [1, 2], "some"),
+                                                ("cuda:1", [1, 2], c10d._hash_ranks_to_str([1, 2]))])
+def test_subgroups_of_a_bound_world_are_split_from_it(bound, ranks, called, monkeypatch):
+    """Where torch has all other ranks take part in that split: not of one that only its own ranks make, which has a hashed name."""
     made = []
 
     class Nccl:
@@ -85,9 +86,9 @@ def test_subgroups_of_a_bound_world_are_split_from_it(bound, ranks, monkeypatch)
         monkeypatch.setattr(dist, name, value, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(c10d, "_get_default_group", lambda: world)
-    options = SimpleNamespace(store=dist.HashStore(), group_rank=0, group_size=2, timeout=9, group_id="some", global_ranks_in_group=ranks)
+    options = SimpleNamespace(store=dist.HashStore(), group_rank=0, group_size=2, timeout=9, group_id=called, global_ranks_in_group=ranks)
     assert [device for device, *_ in torch_pg._native_backends(options, None)] == ["cpu", "cuda"]
-    if bound and ranks:
+    if bound and ranks and called == "some":
         assert made[0].settings.split_from is source and made[0].settings.split_color == c10d._process_group_color([1, 2])
         assert made[0].connected == ["cuda:1"]
     else:

@@ -22,6 +22,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from gpt import GPT, Block, swiglu
+from leave import leave
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -102,8 +103,7 @@ def main():
     dist.all_gather_object(hashes, weights_hash(model))
     if dist.get_rank() == 0:
         print("weights", *hashes, flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave(dist)
 
 
 if __name__ == "__main__":

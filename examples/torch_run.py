@@ -6,6 +6,7 @@ import os
 import byte_text
 import torch
 import torch.distributed as dist
+from leave import leave
 from torch.nn.functional import cross_entropy
 
 
@@ -63,5 +64,4 @@ def end(backend, weights):
             for op, row in sorted(ds_zipccl.statistics().items()):
                 print(f"{op}: {row['calls_zipped']} calls zipped, {row['calls_native']} native {row['native_reasons'] or ''}; "
                       f"{row['raw_bytes'] / 1e6:.2f} MB sent as {row['wire_bytes'] / 1e6:.2f} MB, ratio {row['ratio']}")
-    dist.barrier()                      # no rank leaves while another still works
-    dist.destroy_process_group()
+    leave(dist)

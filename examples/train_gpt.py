@@ -25,6 +25,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param
 from gpt import GPT
+from leave import leave
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.functional import cross_entropy
@@ -156,8 +157,7 @@ def main():
                       "weights_sha256": digests, "step_times_s": times,
                       "num_parameters": sum(w.numel() for w in weights.values())}
             (args.out / "losses.json").write_text(json.dumps(record, indent=1) + "\n")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave(dist)
 
 
 if __name__ == "__main__":

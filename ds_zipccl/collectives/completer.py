@@ -14,6 +14,7 @@ import weakref
 import torch
 
 PATIENCE_S = 0.02
+ENDING_S = 1.0              # as long the end of the program waits for the thread that looks
 
 
 class Completer:
@@ -116,6 +117,9 @@ class Watch:
         """Calls that are in flight when the program ends are not touched any more: what they need may be gone."""
         self._ended = True
         self._states.clear()
+        self._awake.set()
+        if self._thread is not None:            # in C++ while Python ends, it would end the process by an abort
+            self._thread.join(ENDING_S)
 
 
 WATCH = Watch()

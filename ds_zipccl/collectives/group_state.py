@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.collectives import streams, switch
+from ds_zipccl.collectives import gloo_exit, streams, switch
 from ds_zipccl.collectives.capacity import Capacity
 from ds_zipccl.collectives.completer import WATCH, Completer
 from ds_zipccl.collectives.cost import ONE_SIDED
@@ -46,6 +46,8 @@ class GroupState:
         self.when_busy: Callable[[], None] | None = None            # called once a call is in flight
         self._lock = threading.RLock()              # nobody holds it while he waits for another rank's launch
         WATCH.add(self)
+        if device.type == "cpu":
+            gloo_exit.wait_at_exit()
 
     @staticmethod
     def _when_gone(this):

@@ -19,6 +19,7 @@ from zipscape.errors import describe
 log = logging.getLogger("ds_zipccl")
 
 LOOK_S = 5.0                # how often
+ENDING_S = 1.0              # as long the end of the program waits for the thread
 _RELAXED = 2                # CU_STREAM_CAPTURE_MODE_RELAXED: what this thread asks must not end another's capture of a graph
 
 
@@ -65,6 +66,8 @@ class PayloadWatch:
 
     def end(self) -> None:
         self._ended.set()
+        if self._thread is not None:            # in C++ while Python ends, it would end the process by an abort
+            self._thread.join(ENDING_S)
 
 
 def _has_ended(flight) -> bool:

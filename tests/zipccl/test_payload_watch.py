@@ -1,6 +1,7 @@
 """payload_watch.py: payloads that torch's watchdog does not know are named when they are late, once, and no others are."""
 import gc
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -43,7 +44,7 @@ def watch(monkeypatch):
 
     yield make
     for each in made:
-        each.end()
+        each._ended.set()
 
 
 def test_a_late_payload_is_named_once(watch):
@@ -53,6 +54,21 @@ def test_a_late_payload_is_named_once(watch):
     (message,) = w.late(1601.0)
     assert all(word in message for word in ("all_gather_into_tensor, group 7, rank 1 of 2", "601 s", "600 s"))
     assert w.late(9000.0) == []
+
+
+def test_the_thread_has_ended_when_the_program_goes_on(watch):
+    begun = threading.Event()
+
+    def slowly(flight):
+        begun.set()
+        time.sleep(0.3)
+        return True
+
+    flight = Flight(time.monotonic() - 1000, slowly)
+    w = watch(flight, threads=True)
+    assert begun.wait(10)
+    w.end()
+    assert not w._thread.is_alive()
 
 
 def test_what_has_ended_is_asked_once_and_its_next_call_again(watch):

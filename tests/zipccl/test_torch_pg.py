@@ -16,6 +16,7 @@ import ds_zipccl
 from ds_zipccl.backend import torch_batch, torch_calls, torch_pg, torch_session
 from ds_zipccl.backend.torch_pg import FORWARDED, ZipProcessGroup
 from ds_zipccl.collectives.transport import abort_backend
+from tests.helpers import late_threads
 from tests.helpers.ranks import assert_ok, case_names
 from zipscape.errors import ConfigError
 
@@ -212,7 +213,8 @@ def test_a_plain_script_without_deepspeed(first, last, environment, tmp_path):
     script.write_text(SCRIPT.format(first=first, last=last))
     settings = {"ZIPCCL_CONFIG": '{"collectives": "always", "min_bytes": 0}', "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)],
-                          capture_output=True, text=True, timeout=200, env=os.environ | settings | environment)
+                          capture_output=True, text=True, timeout=200,
+                          env=os.environ | settings | environment | late_threads.environment(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "zipped 1" in done.stdout
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from zipscape.errors import ConfigError, describe
+from zipscape.errors import ConfigError, describe, unknown_field
 
 #: Ages are looked up in tables of max_age + 1 entries.
 MAX_AGE_LIMIT = 1 << 16
@@ -146,7 +146,7 @@ def _problem(error: dict, model) -> str:
     if error["type"] == "extra_forbidden":
         for part in error["loc"][:-1]:
             model = model.model_fields[part].annotation
-        return f"{path}: unknown field (known: {', '.join(model.model_fields)})"
+        return unknown_field(path, model.model_fields)
     if not path:
         return error["msg"].removeprefix("Value error, ")
     return f"{path} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from zipscape.errors import ConfigError, describe
+from zipscape.errors import ConfigError, describe, unknown_field
 
 Choice = Literal["adaptive", "always", "never"]
 FAMILIES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
@@ -154,7 +154,7 @@ def _problem(error: dict, cls) -> str:
     path = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         fields = CollectiveChoices.model_fields if path.startswith("collectives.") else cls.model_fields
-        return f"{path}: unknown field (known: {', '.join(fields)})"
+        return unknown_field(path, fields)
     if not path:
         return error["msg"].removeprefix("Value error, ")
     return f"{path} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"

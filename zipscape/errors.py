@@ -1,4 +1,5 @@
 """The error kinds both packages share, and the one shape of their messages."""
+import difflib
 
 
 class ZipScapeError(Exception):
@@ -29,6 +30,13 @@ def describe(what, *, got=None, expected=None, where=None, todo=None) -> str:
     if todo is not None:
         parts.append(f"What to do: {_sentence(todo)}")
     return " ".join(parts)
+
+
+def unknown_field(path: str, known) -> str:
+    """What is wrong with a key that nobody knows. path: with the keys above it, by dots. known: the names that are right there."""
+    text = f"{path}: unknown field (known: {', '.join(known)})"
+    close = difflib.get_close_matches(path.rpartition(".")[2], known, n=1)
+    return f"{text}, did you mean {close[0]}?" if close else text
 
 
 def _text(value) -> str:

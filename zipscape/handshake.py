@@ -139,32 +139,43 @@ def _problem(records: dict, absent: list, world_size: int, name: str, timeout_s)
     problems = [text for text in problems if text]
     if not problems:
         return ""
+    what = f"Handshake {name!r} of {world_size} ranks failed before training: " + "; ".join(problems)
+    if len(problems) == 1 and len(errors) == 1:
+        return describe(what)               # which says by itself what to do
     return describe(
-        f"Handshake {name!r} of {world_size} ranks failed before training: " + "; ".join(problems),
+        what,
         expected="every rank with the same zipscape version, the same configuration and no error",
         todo="use one environment and one ds_config.json on all ranks and look at the first error of the ranks named")
 
 
 def _difference(records: dict, field: str) -> str:
-    groups = {}
-    for rank, record in records.items():
-        groups.setdefault(json.dumps(record.get(field)), []).append(rank)
-    if len(groups) < 2:
+    values = _values(records, field)
+    if not values:
         return ""
-    text = f"{field} differs: " + ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in groups.items())
+    text = f"{field} differs: {values}"
     if field == "config_hash":
         text += _differing_fields(records)
     return text
 
 
+def _values(records: dict, field: str) -> str:
+    """Which rank has which value; "" where all have the same."""
+    groups = {}
+    for rank, record in records.items():
+        groups.setdefault(json.dumps(record.get(field), sort_keys=True), []).append(rank)
+    return ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in groups.items()) if len(groups) > 1 else ""
+
+
 def _differing_fields(records: dict) -> str:
-    """The configuration fields behind a differing hash, if the records carry their configuration."""
-    configs = [record.get("config") for record in records.values()]
-    if not all(isinstance(config, dict) for config in configs):
+    """The configuration fields behind a differing hash, with their values, if the records carry their configuration."""
+    configs = {rank: record.get("config") for rank, record in records.items()}
+    if not all(isinstance(config, dict) for config in configs.values()):
         return ""
-    names = sorted({key for config in configs for key in config})
-    differing = [key for key in names if len({json.dumps(config.get(key), sort_keys=True) for config in configs}) > 1]
-    return f" (fields: {', '.join(differing)})" if differing else ""
+    differing = {name: _values(configs, name) for name in sorted({key for config in configs.values() for key in config})}
+    differing = {name: values for name, values in differing.items() if values}
+    if not differing:
+        return ""
+    return f" (fields: {', '.join(differing)}): " + ", ".join(f"{name} = {values}" for name, values in differing.items())
 
 
 def _ranks(ranks: list) -> str:

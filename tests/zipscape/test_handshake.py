@@ -161,7 +161,13 @@ def test_differing_fields_of_the_configuration_are_named():
     outcomes, _ = agree_on_all(hash_store(None), [
         record(config={"min_bytes": 1, "kernels": "cpu"}),
         record(config={"min_bytes": 2, "kernels": "cpu"}, config_hash="other")])
-    assert "(fields: min_bytes)" in same_text(outcomes)
+    assert "(fields: min_bytes): min_bytes = 1 on rank 0, 2 on rank 1. Expected" in same_text(outcomes)
+
+
+def test_an_error_that_all_ranks_have_says_by_itself_what_to_do():
+    outcomes, _ = agree_on_all(hash_store(None), [record(error="It is bad. What to do: mend it.")] * 2)
+    assert same_text(outcomes) == ("Handshake 't' of 2 ranks failed before training: ranks 0-1 reported an error: It is bad. "
+                                   "What to do: mend it.")
 
 
 def test_everything_wrong_at_once_is_said_at_once():

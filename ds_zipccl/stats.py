@@ -1,10 +1,14 @@
 """Counters of what went where: calls, bytes, reasons. One object per process, read by reports, logs and tests."""
-import json
+import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from zipscape.row_file import RowFile
+
+log = logging.getLogger("ds_zipccl")
 
 
 @dataclass(slots=True)
@@ -136,7 +140,7 @@ class StepLog:
     """One row per optimizer step: what that step's collectives did. With a path, each is appended there as a JSON line."""
 
     def __init__(self, path: str | None, stats: Stats):
-        self._file = open(path, "a", buffering=1) if path is not None else None
+        self._file = RowFile(path, log)
         self._stats = stats
         self._before = stats.snapshot()
         self._sections_before: dict[str, dict] = {}
@@ -154,11 +158,9 @@ class StepLog:
             before = self._sections_before.get(name, {})
             row[name] = {key: value - before.get(key, 0) for key, value in counters.items()} | gauges
             self._sections_before[name] = counters
-        if self._file is not None:
-            self._file.write(json.dumps(row) + "\n")
+        self._file.write(row)
         self._before, self._time = now, clock
         return row
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()

@@ -5,6 +5,8 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
+from zipscape.errors import ConfigError, describe
+
 PACKAGES = ("zipscape", "torch", "deepspeed", "numpy", "triton")
 
 
@@ -24,8 +26,13 @@ def describe_machine(command: str) -> dict:
 
 
 def write_json(path: str | Path, data: dict, *, command: str) -> None:
-    """Writes ``{"meta": describe_machine(command), **data}``."""
-    Path(path).write_text(json.dumps({"meta": describe_machine(command), **data}, indent=1) + "\n")
+    """Writes ``{"meta": describe_machine(command), **data}``. Raises ConfigError where the file cannot be written."""
+    text = json.dumps({"meta": describe_machine(command), **data}, indent=1) + "\n"
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise ConfigError(describe("the results cannot be written", got=error.strerror, where=str(path),
+                                   todo="make its folder, or name another file")) from None
 
 
 def _cpu_name() -> str:

@@ -19,7 +19,7 @@ from ds_scape.optimizer.refusals import check_engine
 from ds_scape.optimizer.scape import SCAPE
 from ds_scape.optimizer.scape_adams import ScapeAdamS
 from ds_scape.optimizer.zero_adapter import ScapeZeroOptimizer
-from zipscape import __version__, handshake
+from zipscape import __version__, handshake, row_file
 from zipscape.errors import ConfigError, ZipScapeError, describe
 
 log = logging.getLogger("ds_scape")
@@ -198,12 +198,8 @@ def _is_trained(group: dict) -> bool:
 
 def _check_log(path: str | None) -> None:
     """Before the ranks agree: what fails on rank 0 alone must be heard by all."""
-    if path is not None and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0):
-        try:
-            open(path, "a").close()
-        except OSError as error:
-            raise ConfigError(describe("SCAPE's log cannot be written", got=f"log = {path!r}: {error.strerror}",
-                                       expected="a file that rank 0 can append to", where="ds_config.json")) from None
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        row_file.check(path, "SCAPE's log cannot be written")
 
 
 def _tensor_parallel_size(engine) -> int:

@@ -1,11 +1,14 @@
 """What a step did, as numbers: for the log file and the monitors. One rank's view, computed where somebody looks, without communication."""
-import json
+import logging
 
 import torch
 
 from ds_scape.optimizer.flow import Flow, StepResult
 from ds_scape.sync.traffic import dense_zero_bytes
 from ds_scape.update import norms
+from zipscape.row_file import RowFile
+
+log = logging.getLogger("ds_scape")
 
 
 class StepRows:
@@ -13,7 +16,7 @@ class StepRows:
 
     def __init__(self, flow: Flow, path: str | None = None):
         """path: file that gets one JSON line per row."""
-        self._flow, self._file = flow, open(path, "a", buffering=1) if path else None
+        self._flow, self._file = flow, RowFile(path, log)
         self._sent = dict(flow.transport.sent_bytes)
         flow.is_watched = True
 
@@ -31,9 +34,8 @@ class StepRows:
                "ratio": round(dense / total, 3) if total else None, "grad_norm": result.grad_norm if result.applied else None,
                "density": sum(layout.splits(result.dense)) / max(1, sum(layout.splits(True))), "mask_overlap": flow.mask_overlap,
                "residual_norm": float(norms.sum_of_squares([flat.residual for flat in flow.flats])) ** 0.5,
-               **self._ages()}
-        if self._file is not None:
-            self._file.write(json.dumps(row) + "\n")
+               **self._ages(), **(flow._ahead.counts() if flow._ahead is not None else {})}
+        self._file.write(row)
         return row
 
     def _ages(self) -> dict:
@@ -50,5 +52,4 @@ class StepRows:
         return [(f"Train/Samples/scape_{key}", value, samples) for key, value in numbers.items()]
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()

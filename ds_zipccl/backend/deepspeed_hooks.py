@@ -27,7 +27,7 @@ from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import loader
 from ds_zipccl.stats import StepLog
-from zipscape import __version__, handshake
+from zipscape import __version__, handshake, row_file
 from zipscape.errors import ConfigError, ZipScapeError, describe
 
 log = logging.getLogger("ds_zipccl")
@@ -129,12 +129,8 @@ def _is_first() -> bool:
 
 
 def _check_log(config: ZipcclConfig) -> None:
-    if config.log is not None and _is_first():
-        try:
-            open(config.log, "a").close()
-        except OSError as error:
-            raise ConfigError(describe('the "zipccl" section is wrong', got=f"log = {config.log!r}: {error.strerror}",
-                                       expected="a file that rank 0 can append to", where="ds_config.json")) from None
+    if _is_first():
+        row_file.check(config.log, 'the "zipccl" section is wrong')
 
 
 def _resolve_kernels(config: ZipcclConfig) -> dict[str, str]:

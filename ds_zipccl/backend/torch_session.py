@@ -15,7 +15,7 @@ from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import loader
 from ds_zipccl.stats import Stats, StepLog
-from zipscape import __version__, handshake
+from zipscape import __version__, handshake, row_file
 from zipscape.errors import ConfigError, ZipScapeError, describe
 
 log = logging.getLogger("ds_zipccl")
@@ -97,12 +97,8 @@ def _prepare(options) -> tuple[ZipcclConfig, dict[str, str]]:
     if _current is not None:
         return _current.runtime.config, _current.runtime.kernels
     config = settings()
-    if config.log is not None and _global_rank(options) == 0:
-        try:
-            open(config.log, "a").close()
-        except OSError as error:
-            raise ConfigError(describe("the settings of backend zipccl are wrong", got=f"log = {config.log!r}: {error.strerror}",
-                                       expected="a file that rank 0 can append to")) from None
+    if _global_rank(options) == 0:
+        row_file.check(config.log, "the settings of backend zipccl are wrong", "ds_zipccl.configure or ZIPCCL_CONFIG")
     return config, _kernels(config)
 
 

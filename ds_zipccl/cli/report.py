@@ -68,8 +68,10 @@ def _settings(path: str | None) -> dict | None:
     except (OSError, ValueError) as error:
         raise ConfigError(describe("cannot read the DeepSpeed configuration", got=str(error), where=path,
                                    expected="a JSON file")) from None
+    if not isinstance(document, dict):
+        raise ConfigError(describe("the DeepSpeed configuration must be a JSON object", got=document, where=path))
     section = document.get("zipccl")
-    return None if section is None else ZipcclConfig.from_section(section).model_dump()
+    return None if section is None else ZipcclConfig.from_section(section, path).model_dump()
 
 
 def _run_of(path: str | None) -> dict | None:

@@ -76,8 +76,8 @@ def test_what_a_run_did(tmp_path, capsys):
 
 @pytest.mark.parametrize("text, words", [
     ("{ not json", "cannot read"), (None, "cannot read"), ('{"zipccl": {"enabled": true, "min_byte": 1}}', "min_byte"),
-    ('{"zipccl": {"enabled": true, "min_bytes": -1}}', "min_bytes"), ('{"zipccl": 3}', "zipccl")],
-    ids=("not json", "no file", "unknown key", "out of range", "not an object"))
+    ('{"zipccl": {"enabled": true, "min_bytes": -1}}', "min_bytes"), ('{"zipccl": 3}', "zipccl"), ("[1]", "must be a JSON object")],
+    ids=("not json", "no file", "unknown key", "out of range", "section is no object", "no object"))
 def test_a_bad_configuration_is_one_clear_error(tmp_path, capsys, text, words):
     config = tmp_path / "ds_config.json"
     if text is not None:
@@ -86,6 +86,13 @@ def test_a_bad_configuration_is_one_clear_error(tmp_path, capsys, text, words):
     out, error = capsys.readouterr()
     assert error.startswith("ds_zipccl: ") and words in error and "Traceback" not in error and out == ""
     assert error.strip().count("\n") == 0
+
+
+def test_a_report_that_cannot_be_written_is_one_clear_error(tmp_path, capsys):
+    path = tmp_path / "nowhere" / "report.json"
+    assert main(["report", "--json", str(path)]) == 2
+    assert capsys.readouterr().err == (f"ds_zipccl: the results cannot be written. Got: No such file or directory. Where: {path}. "
+                                       "What to do: make its folder, or name another file.\n")
 
 
 def test_activation_that_does_not_work_has_its_reason(tmp_path, monkeypatch):

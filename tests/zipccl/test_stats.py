@@ -1,5 +1,8 @@
 """Counters and the per-step log."""
 import json
+import os
+
+import pytest
 
 from ds_zipccl.stats import Stats, StepLog
 
@@ -29,3 +32,10 @@ def test_log_rows_hold_each_step_alone(tmp_path):
     assert second["step"] == 2 and second["ops"]["all_gather_into_tensor"]["raw_bytes"] == 2000
     assert second["ops"]["all_gather_into_tensor"]["calls_zipped"] == 1
     assert second["ops"]["all_reduce"]["native_reasons"] == {"not_zipped": 1} and second["time_s"] >= 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full is Linux's")
+def test_a_full_disk_ends_the_log_and_not_the_training():
+    log = StepLog("/dev/full", Stats())
+    assert [log.write()["step"], log.write()["step"]] == [1, 2]
+    log.close()

@@ -7,14 +7,31 @@ the step takes the old residuals as if nothing had happened. Same bits, either w
 
 The own ones pass too, with their ages, and come in once more to be ranked: behind the next forward pass. The next mask is found there, in
 the gradients' memory, which nobody needs before the next backward pass; whoever writes there calls join() before.
+
+Every step with masks is counted, with the reason where nothing passed ahead.
 """
 import bisect
 import contextlib
+import logging
 import weakref
+from collections import Counter
 
 import torch
 
 from ds_scape.optimizer.passage import host_zeros
+
+log = logging.getLogger("ds_scape")
+#: Why residuals did not pass ahead of a step. The first three are the same on all ranks.
+REASONS = {
+    "clipped": "it was clipped, so gradients count less than was assumed (gradient_clipping; without it DeepSpeed clips at 1.0)",
+    "clipped_before": "the step before it was clipped, so it was not tried",
+    "not_finite": "it was skipped, as gradients were not finite",
+    "came_twice": "a gradient came a second time",
+    "looked_at": "the host read or wrote residuals, or all was flushed, between the backward pass and the step",
+    "loss_scale": "the loss scale changed between the backward pass and the step",
+    "not_said": "no gradient was said to be complete before it",
+}
+_EVERYWHERE = ("clipped", "clipped_before", "not_finite")
 
 
 def ahead_for(flow) -> "Ahead | None":
@@ -34,7 +51,8 @@ class _Run:
 
 class Ahead:
     """Of one flow: see ahead_for(). ``is_whole``: own ones pass too; not where their ages stay with the weights (optimizer offload) or
-    scores are made from gradients. ``is_choosing``: the next mask is being found in the gradients' memory."""
+    scores are made from gradients. ``is_choosing``: the next mask is being found in the gradients' memory. ``num_taken``: steps whose
+    residuals passed ahead; ``num_missed``: {one of REASONS: steps}; together all steps with masks and those skipped in their place."""
 
     def __init__(self, flow):
         rank, layouts, device = flow.transport.rank, flow.layout.flats, flow._device
@@ -50,11 +68,16 @@ class Ahead:
         self.spares = [[host_zeros(of.numel(), of.dtype, device, flow.params.offload.pin_memory) for of in stored] for stored in (
             [flat.stored_residual for flat in flow.flats], [flat.stored_last_sync for flat in flow.flats if self.is_whole])]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._run, self._is_void, self.is_wanted, self._passed, self.is_choosing = None, False, True, None, False
+        self._run, self._is_void, self._is_wanted, self._passed, self.is_choosing = None, False, True, None, False
+        self._was_dropped, self.num_taken, self.num_missed = False, 0, Counter()
 
     @property
     def is_running(self) -> bool:
         return self._run is not None
+
+    def counts(self) -> dict[str, int]:
+        """So far: steps whose residuals passed, "ahead_taken"; all others that have masks, "ahead_not_taken_..." by reason."""
+        return {"ahead_taken": self.num_taken, **{f"ahead_not_taken_{reason}": num for reason, num in self.num_missed.items() if num}}
 
     def pieces(self) -> list[list]:
         """In the order in which they pass."""
@@ -62,7 +85,7 @@ class Ahead:
 
     def complete(self, fresh: list[torch.Tensor], flat: int, start: int, stop: int, factor: float) -> None:
         """What lies at [start, stop) of a gradient buffer, a whole tensor, is final, and counts ``factor`` times if nothing is clipped."""
-        if self._is_void or not self.is_wanted:
+        if self._is_void or not self._is_wanted or start == stop:       # an empty tensor lies where the next one does
             return
         if self._run is None:
             self._begin(fresh, factor)
@@ -98,6 +121,7 @@ class Ahead:
         run.num_passed, run.held = run.num_passed + 1, next(run.passing, None)
 
     def _begin(self, fresh, factor) -> None:
+        self._was_dropped = False
         flow, run = self._flow, _Run(fresh, factor, list(self._sizes), self._flow.num_steps + 1)
         run.kept = flow._arriving               # its memory belongs to the stream that goes on meanwhile
         with self._beside():
@@ -135,13 +159,24 @@ class Ahead:
             tensor.record_stream(self._stream)          # whoever drops all of this now does not wait for it
         return self._beside()
 
-    def take(self, factor: float) -> _Run | None:
-        """What has passed already, if it was right."""
-        run, is_void = self._run, self._is_void
-        if run is None or is_void or run.factor != factor or run.settled != self._flow._passage.num_settled:
-            self.drop()
-            return None
-        return run
+    def take(self, factor: float, unclipped: float) -> _Run | None:
+        """What has passed already, if it was right, for a step whose gradients count ``factor`` times, and would ``unclipped`` times."""
+        reason = self._why_not(factor, unclipped)
+        self._is_wanted = factor == unclipped           # mostly the next step is like this one
+        if reason is None:
+            return self._run
+        self.drop(reason)
+        return None
+
+    def _why_not(self, factor: float, unclipped: float) -> str | None:
+        run = self._run
+        if run is None:
+            return "clipped_before" if not self._is_wanted else "looked_at" if self._was_dropped else "not_said"
+        if self._is_void:
+            return "came_twice"
+        if run.settled != self._flow._passage.num_settled:
+            return "looked_at"
+        return None if run.factor == factor else "clipped" if factor != unclipped else "loss_scale"
 
     def rest(self, run: _Run):
         """Lets those pass whose gradients nothing was said of; yields the pieces that do not pass ahead."""
@@ -167,11 +202,20 @@ class Ahead:
         self._order = run.completed + [i for i in self._order if i not in set(run.completed)]
         self._passed = run.fresh if self.is_whole else None
         self.drop()
+        self.num_taken, self._was_dropped = self.num_taken + 1, False
         return run.lasts if self.is_whole else None
 
-    def drop(self) -> None:
-        """There is nothing under way any more, and the current stream goes on after what was."""
+    def drop(self, reason: str | None = None) -> None:
+        """There is nothing under way any more, and the current stream goes on after what was. reason: of REASONS, where this is the step
+        that it was for."""
         self.join()
         if self._run is not None:
             self._run.passing.close()
+        self._was_dropped = reason is None and (self._was_dropped or self._run is not None)
         self._run, self._is_void = None, False
+        if reason is not None:
+            rank = self._flow.transport.rank
+            if not self.num_missed[reason] and (rank == 0 or reason not in _EVERYWHERE):
+                log.warning("ahead: rank %d's residuals could not pass behind the backward pass, only in the step: %s. From now on this "
+                            "is counted (ahead_not_taken_%s)", rank, REASONS[reason], reason)
+            self.num_missed[reason] += 1

@@ -87,7 +87,7 @@ class Flow:
         grad_norm = math.sqrt(square) if not bad else square
         step = self.num_steps + 1
         if bad:
-            self._drop()
+            self._drop(None if self.is_dense(step) else "not_finite")
             return StepResult(False, bad, grad_norm, self.is_dense(step))
         self.num_steps = step
         positions = self._take_positions()
@@ -101,9 +101,7 @@ class Flow:
             self._lend(fresh, space, range(self.layout.world_size))
             left = None
         else:
-            left = self._exchange_masked(fresh, factor, positions, early, space)
-            if self._ahead is not None:
-                self._ahead.is_wanted = factor == 1.0 / loss_scale      # mostly the next step is like this one
+            left = self._exchange_masked(fresh, factor, 1.0 / loss_scale, positions, early, space)
         if not self.is_dense(step + 1):
             with self._ahead.choosing() if self._ahead is not None else contextlib.nullcontext():
                 self._start_mask(self._choose(early or left, early is not None, space), positions)
@@ -129,9 +127,9 @@ class Flow:
         if self._ahead is not None and not self.is_dense(self.num_steps + 1):
             self._ahead.complete(fresh, flat, start, stop, 1.0 / loss_scale)
 
-    def _drop(self) -> None:
+    def _drop(self, reason: str | None = None) -> None:
         if self._ahead is not None:
-            self._ahead.drop()
+            self._ahead.drop(reason)
 
     def settle(self) -> None:
         """Under offload: the host waits until the residuals are whole in its memory."""
@@ -176,6 +174,7 @@ class Flow:
     def restart(self, num_steps: int) -> None:
         """Goes on from ``num_steps`` steps with the present weights, momentum and q, but with nothing waiting: residuals 0, all coordinates
         up to date, the next step without masks. All ranks together; the largest of their numbers counts."""
+        self.settle()
         self.num_steps = int(self.transport.gather(torch.tensor([num_steps], dtype=torch.int64, device=self._device), "checkpoint").max())
         for flat in self.flats:
             flat.residual.zero_()
@@ -242,11 +241,11 @@ class Flow:
         return [None if flat.layout.is_full else torch.empty_like(flat.weight) for flat in self.flats] if is_literal else None
 
     # --- 3, 4, 5: values to the owners, weights back ----------------------------------------------------------------------------------
-    def _exchange_masked(self, fresh, factor, positions: Positions, early, space: Workspace):
+    def _exchange_masked(self, fresh, factor, unclipped, positions: Positions, early, space: Workspace):
         """What the masks choose. Returns the own residuals, with a sign where they are overdue, or what has chosen among them, if there is
         room for them."""
         rank, left, lasts, ranked, last, out = self.transport.rank, None, None, None, None, None
-        begun = self._ahead and self._ahead.take(factor)
+        begun = self._ahead and self._ahead.take(factor, unclipped)
         sent, values, cuts = begun.exchanged if begun else positions.to_be_sent(self._partitions, self.layout, self._wire, self._device)
         for piece in self._ahead.rest(begun) if begun else self._through(self._partitions):
             for span, residual, last in piece:

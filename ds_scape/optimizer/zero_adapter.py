@@ -85,6 +85,11 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         """Statistics of every step from now on, in ``last_row`` and in the log."""
         self.rows = self.rows or StepRows(self.flow, self.optimizer.params.log)
 
+    @property
+    def ahead_counts(self) -> dict[str, int] | None:
+        """With "ahead": this rank's steps with masks so far, "ahead_taken" and, by reason, "ahead_not_taken_..." (docs/scape.md)."""
+        return None if self.flow._ahead is None else self.flow._ahead.counts()
+
     # --- backward: gradients are collected, never communicated ---------------------------------------------------------------------------
     def process_gradients(self, param, i):
         if not self._coalesce_grad_reduction:

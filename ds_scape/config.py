@@ -11,6 +11,13 @@ from zipscape.errors import ConfigError, describe, unknown_field
 MAX_AGE_LIMIT = 1 << 16
 
 
+def _number(value):
+    """JSON's true and "0.1" are no numbers; pydantic would take them for some."""
+    if any(isinstance(one, bool | str) for one in (value if isinstance(value, list | tuple) else [value])):
+        raise ValueError("input should be a number" if isinstance(value, bool | str) else "input should be numbers")
+    return value
+
+
 class GroupParams(BaseModel):
     """What a parameter group may set for itself."""
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -27,6 +34,8 @@ class GroupParams(BaseModel):
     weight_decay: float = Field(0.1, ge=0, allow_inf_nan=False)
     """Decoupled weight decay per step, in units of lr."""
 
+    _numbers = field_validator("lr", "betas", "eps", "weight_decay", mode="before")(_number)
+
     @model_validator(mode="after")
     def _betas_in_range(self):
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -37,7 +46,7 @@ class GroupParams(BaseModel):
 class AdamSParams(GroupParams):
     """All parameters of ScapeAdamS; each may differ per parameter group."""
 
-    bias_correction: bool = False
+    bias_correction: bool = Field(False, strict=True)
     """false: the published formula; true: the authors' code, whose first steps are 10 times as long."""
 
     kernels: Literal["best", "reference", "cpu", "cuda", "triton"] = "best"
@@ -54,12 +63,14 @@ class Offload(BaseModel):
     buffers: int = Field(2, ge=2, le=64)
     """Pieces of 64 MiB that are on the device at a time. So many come in behind the backward pass."""
 
-    pin_memory: bool = True
+    pin_memory: bool = Field(True, strict=True)
     """Page-locked host memory, where the device is a GPU. Without it, copies make the host wait."""
 
-    ahead: bool = False
+    ahead: bool = Field(False, strict=True)
     """Residuals and ages pass behind the backward pass, as if nothing were clipped, and the next mask is found behind the next forward
     pass; where a step is clipped after all, both follow the backward pass. Takes their host memory twice."""
+
+    _numbers = field_validator("buffers", mode="before")(_number)
 
 
 class ScapeParams(GroupParams):
@@ -84,7 +95,7 @@ class ScapeParams(GroupParams):
     mask_statistic: Literal["residual", "first_moment"] = "residual"
     """What ranks the coordinates. "first_moment" is the paper's summary read literally: it trains badly, for comparison only."""
 
-    catch_up: bool = True
+    catch_up: bool = Field(True, strict=True)
     """A synchronisation stands for all steps since the last one. false: for one step, the literal reading, for comparison only."""
 
     offload: Offload = Offload(residual="none")
@@ -101,6 +112,8 @@ class ScapeParams(GroupParams):
 
     check_masks_every: int = Field(0, ge=0)
     """All ranks compare a checksum of their masks every so many steps; 0: never."""
+
+    _more_numbers = field_validator("density", "dense_warmup_steps", "max_age", "check_masks_every", mode="before")(_number)
 
     @field_validator("offload", mode="before")
     @classmethod
@@ -147,6 +160,5 @@ def _problem(error: dict, model) -> str:
         for part in error["loc"][:-1]:
             model = model.model_fields[part].annotation
         return unknown_field(path, model.model_fields)
-    if not path:
-        return error["msg"].removeprefix("Value error, ")
-    return f"{path} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{path} = {error['input']!r}: {message[0].lower()}{message[1:]}" if path else message

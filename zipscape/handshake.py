@@ -135,8 +135,10 @@ def _problem(records: dict, absent: list, world_size: int, name: str, timeout_s)
         problems.append(f"{_ranks(absent)} did not answer within {timeout_s:g} s")
     # A rank with an error often has no hash to compare; its error is the news.
     healthy = {rank: record for rank, record in records.items() if record.get("error") is None}
-    problems += [_difference(healthy, field) for field in _EQUAL_FIELDS]
-    problems = [text for text in problems if text]
+    differences = {field: _difference(healthy, field) for field in _EQUAL_FIELDS}
+    if differences["enabled"]:
+        del differences["config_hash"]      # of a rank that has no section: its settings are no news
+    problems += [text for text in differences.values() if text]
     if not problems:
         return ""
     what = f"Handshake {name!r} of {world_size} ranks failed before training: " + "; ".join(problems)

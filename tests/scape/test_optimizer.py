@@ -188,6 +188,11 @@ def test_nonfinite_gradient_skips_the_step(caplog):
     ({"offload": {"bufers": 2}}, "offload.bufers: unknown field (known: residual, buffers, pin_memory, ahead)"),
     ({"values_dtype": "fp16"}, "values_dtype = 'fp16'"),
     ({"dense_warmup_steps": -1}, "dense_warmup_steps = -1"),
+    ({"density": "0.1"}, "density = '0.1': input should be a number"),
+    ({"density": True}, "density = True: input should be a number"),
+    ({"betas": [0.9, "0.95"]}, "betas = [0.9, '0.95']: input should be numbers"),
+    ({"offload": {"buffers": "2"}}, "offload.buffers = '2': input should be a number"),
+    ({"catch_up": "no"}, "catch_up = 'no': input should be a valid boolean"),
 ])
 def test_wrong_settings_are_one_clear_error(settings, expected):
     with pytest.raises(ConfigError) as error:

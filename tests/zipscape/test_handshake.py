@@ -138,7 +138,7 @@ def test_announced_rank_counts_as_different_not_as_missing(connect):
     handshake.announce(connect(), 3, record(config_hash=None, enabled=False), name="t")
     outcomes, times_s = agree_on_all(connect, [record()] * 3 + [None])
     text = same_text(outcomes)
-    assert "enabled differs: true on ranks 0-2, false on rank 3" in text
+    assert "before training: enabled differs: true on ranks 0-2, false on rank 3. Expected" in text
     assert max(times_s) < PROMPT_S
 
 

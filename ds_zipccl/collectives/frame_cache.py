@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.codec.codec import Codec, split_status
-from ds_zipccl.codec.format import OVERFLOW_BIT, SPILL_MASK, SPILL_SHIFT, SPILL_UNIT_BYTES
 from ds_zipccl.codec.integrity import CODECS
 from ds_zipccl.collectives import streams
 from ds_zipccl.collectives.cached import MakeOuts, Piece, PieceGather
 from ds_zipccl.collectives.cost import ONE_SIDED
 from ds_zipccl.collectives.fingerprint import fingerprint, fingerprint_bytes
-from ds_zipccl.collectives.frame_batch import Batch, Prints, launcher_of
+from ds_zipccl.collectives.frame_batch import Batches, Prints, launcher_of
 from ds_zipccl.collectives.frame_guard import Guard
 from ds_zipccl.collectives.frame_known import KnownGather
 from ds_zipccl.collectives.frame_slot import OP, CacheStats, Slot, place_of
 from ds_zipccl.collectives.frame_ways import Ways
+from ds_zipccl.collectives.frame_words import Words, read
 from ds_zipccl.collectives.launch import STATUS_BYTES
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.collectives.symmetric import SymmetricWork
@@ -32,7 +32,6 @@ from zipscape.errors import describe
 
 log = logging.getLogger("ds_zipccl")
 _ANY = object()             # boundary at which nothing is compared
-REFUSED = -1 << 31          # a rank's word for a slot that it has no memory for; status words have this bit clear
 
 
 class FrameCache:
@@ -54,7 +53,7 @@ class FrameCache:
         self._ways = Ways(runtime, group, device)
         self._launcher = launcher_of(runtime, device)
         self.comparisons = Guard(self.slots, device, self._launcher)
-        self._batch: Batch | None = None
+        self._batches, self._words = Batches(self._launcher), Words(device)
 
     # What frame_known.py asks.
 
@@ -91,14 +90,14 @@ class FrameCache:
             slot.frame, slot.dirty = None, True
             self._hold(slot, 0)
         self._ways.forget()
-        self._batch = None
+        self._batches.forget()
 
     def close(self) -> None:
         """Drops everything."""
         if self.pending is not None:
             self.pending[-1].wait()                # who ends the group's channels must find nothing in flight
         self.free()
-        self.pending = self.join_sent = self._ways.transport = self._batch = None
+        self.pending = self.join_sent = self._ways.transport = None
         self.slots = []
 
     # -- made together, agreed once
@@ -117,16 +116,13 @@ class FrameCache:
         if not stale:
             return
         self.runtime.advance(self.group)            # messages are in the same order on every rank's side channel
-        words = self._encode_as_before(stale)
-        if words is None:
-            self._batch, words = None, torch.zeros(len(stale) + 1, dtype=torch.int32, device=self.device)       # a batch holds frames
-            for i, slot in enumerate(stale):
-                codec = self._codec(slot)
-                slot.room = slot.capacity.spill_per_tile, self._ways.level
-                if self._reserve(slot, codec):
-                    self._encode(slot, codec, words[i:i + 1])
-                else:
-                    words[i] = REFUSED
+        reserved = [(slot, codec) for slot in stale if (codec := self._reserve(slot)) is not None]
+        kept = {slot for slot, _ in reserved}
+        words = self._words.begin(len(self.slots), [slot.index for slot in stale if slot not in kept])
+        done = self._encode_at_once(reserved, words)
+        for slot, codec in reserved:
+            if slot not in done:
+                self._encode(slot, codec, words[slot.index:slot.index + 1])
         for slot in stale:
             slot.stale = slot.used = False
         if self.comparisons.tell(words[-1:], self.read):
@@ -145,11 +141,9 @@ class FrameCache:
         (stale, _, table, work), self.pending = self.pending, None
         with torch.cuda.stream(self.runtime.state(self.group, self.device).status_stream):
             work.wait()
-            spills = torch.where(table < 0, 0, table >> SPILL_SHIFT & SPILL_MASK).amax(0) * SPILL_UNIT_BYTES
-            summary = torch.stack([(table.amin(0) < 0).int(), ((table & OVERFLOW_BIT) * (table >= 0)).amax(0), spills]).tolist()
-            mismatches = table[:, -1].tolist()
-        for slot, refused, overflow, need in zip(stale, *(row[:-1] for row in summary), strict=True):
-            self._apply(slot, bool(refused), bool(overflow), need)
+            told, mismatches = read(table)
+        for slot in stale:
+            self._apply(slot, *told[slot.index])
         self.comparisons.raise_for(mismatches)
 
     def _apply(self, slot: Slot, refused: bool, overflow: bool, need: int) -> None:
@@ -161,7 +155,7 @@ class FrameCache:
             self._drop(slot, "incompressible")
             return
         if overflow or slot.reason is not None:
-            self._ways.forget()
+            self._ways.forget(slot)
         slot.codec, slot.reason = self._codec(slot) if overflow else slot.codec, None
         if overflow:                                # now with room for what every rank needs
             dirty, slot.room = slot.dirty, (slot.capacity.spill_per_tile, self._ways.level)
@@ -178,8 +172,9 @@ class FrameCache:
 
     def _drop(self, slot: Slot, reason: str) -> None:
         if slot.codec is not None or slot.frame is not None or slot.reason != reason:
-            self._ways.forget()
-        slot.codec = slot.frame = slot.print = self._batch = None           # it holds frames
+            self._ways.forget(slot)
+        self._batches.forget(slot)
+        slot.codec = slot.frame = slot.print = None
         slot.reason = reason
         self._hold(slot, 0)
 
@@ -190,12 +185,19 @@ class FrameCache:
         return CODECS[config.integrity].of(slot.dtype, slot.numel, self.device.type, spill_per_tile=slot.capacity.spill_per_tile,
                                            level=self._ways.level, kernels=self.runtime.kernels[self.device.type])
 
-    def _reserve(self, slot: Slot, codec: Codec) -> bool:
+    def _reserve(self, slot: Slot) -> Codec | None:
+        """For its next frame, whose memory is counted from now on. None: that would be beyond the bound, and what the slot had is given up
+        at once, or all that are made after it would be refused too."""
+        room = slot.capacity.spill_per_tile, self._ways.level
+        codec = slot.codec if slot.codec is not None and slot.room == room else self._codec(slot)
         wanted = codec.frame_bytes + fingerprint_bytes(slot.numel)
         if self.stats.held_bytes - slot.held_bytes + wanted > self.stats.max_bytes:
-            return False
+            slot.frame, slot.print, slot.dirty = None, None, True           # its layout is agreed until all ranks drop it
+            self._hold(slot, 0)
+            return None
+        slot.room = room
         self._hold(slot, wanted)
-        return True
+        return codec
 
     def _hold(self, slot: Slot, num_bytes: int) -> None:
         self.stats.held_bytes, slot.held_bytes = self.stats.held_bytes + num_bytes - slot.held_bytes, num_bytes
@@ -205,27 +207,18 @@ class FrameCache:
             return source
         return source.detach().to(self.device).view(-1)
 
-    def _encode_as_before(self, slots: list[Slot]) -> torch.Tensor | None:
-        """All of these at once: their status words, and one more that is 0. None: nothing has happened, for one of them has another layout
-        now, or no frame."""
-        if self._launcher is None or self.stats.held_bytes > self.stats.max_bytes or not self._may_queue():
-            return None
-        if any([slot.codec is None or slot.room != (slot.capacity.spill_per_tile, self._ways.level) for slot in slots]):
-            return None
-        sources = [slot.source() for slot in slots]
-        data = [self._data(source) for source in sources]
-        if any([x.data_ptr() != source.data_ptr() for x, source in zip(data, sources, strict=True)]) or not Batch.can(slots, data):
-            return None
-        if self._batch is None or not self._batch.is_of(slots, data):
-            self._batch = Batch(self._launcher, slots, data)
-        self._before_encode()
-        self._batch.run()
-        boundary = self._boundary()
-        for slot, source in zip(slots, sources, strict=True):
-            slot.dirty, slot.place, slot.checked = False, place_of(source), boundary
-        self._note_write()
-        self.stats.encodes += len(slots)
-        return self._batch.words
+    def _encode_at_once(self, slots: list[tuple[Slot, Codec]], words: torch.Tensor) -> dict[Slot, tuple]:
+        """As many of these as one batch can make. Which, and where their data are."""
+        batch, places = self._batches.of(slots, self._data, words) if self._may_queue() else (None, {})
+        if batch is not None:
+            self._before_encode()
+            batch.run()
+            boundary = self._boundary()
+            for slot, place in places.items():
+                slot.dirty, slot.place, slot.checked = False, place, boundary
+            self._note_write()
+            self.stats.encodes += len(places)
+        return places
 
     def _may_queue(self) -> bool:
         """Kernels, by address: the device is the current one, and its stream is not captured."""
@@ -239,9 +232,9 @@ class FrameCache:
 
     def _encode(self, slot: Slot, codec: Codec, status: torch.Tensor) -> None:
         if slot.codec is None or slot.codec is not codec and slot.codec != codec:
-            self._ways.forget()
+            self._ways.forget(slot)
         if slot.frame is None or slot.frame.numel() != codec.frame_bytes:
-            self._ways.forget()
+            self._ways.forget(slot)
             slot.frame = torch.empty(codec.frame_bytes, dtype=torch.uint8, device=self.device)
         self._before_encode()
         source = slot.source()
@@ -253,7 +246,7 @@ class FrameCache:
         if slot.print is not None and slot.print.numel() == found.numel():
             slot.print.copy_(found)                 # where it lies is known (frame_batch.py)
         else:
-            self._ways.forget()
+            self._ways.forget(slot)
             slot.print = found
         self._used_here(slot.frame)
         self._note_write()
@@ -296,7 +289,7 @@ class FrameCache:
         """With what ``guard.all_at_once`` gave. False: not now, nothing has happened."""
         if not self._may_queue():
             return False
-        prints.compare()
+        self.comparisons.compare(prints)
         self.read.set()
         for slot in slots:
             slot.checked = boundary

@@ -29,10 +29,18 @@ class Guard:
         return True
 
     def all_at_once(self, slots: list[Slot], data: list[torch.Tensor]) -> Prints | None:
-        """To compare these, which have frames, while data and fingerprints lie where they are; None: one by one."""
-        if self.launcher is None or self.on_host or not Prints.can(slots, data):
+        """To ``compare`` these, which have frames, while data and fingerprints lie where they are; None: one by one."""
+        if self.launcher is None or self.on_host:
             return None
-        return Prints(self.launcher, slots, data, self._found())
+        together, others = [], []
+        for slot, x in zip(slots, data, strict=True):
+            (together if Prints.can(slot, x) else others).append((slot, x))
+        return Prints(self.launcher, *map(list, zip(*together, strict=True)), self._found(), others) if together else None
+
+    def compare(self, prints: Prints) -> None:
+        prints.compare()
+        for slot, x in prints.others:
+            self.unchanged(slot, x)
 
     def _found(self) -> torch.Tensor:
         if self._differs is None:

@@ -68,12 +68,12 @@ class Ways:
         too_much = way == ZIPPED and self._group.size() * known.row_bytes > self._runtime.config.max_workspace_bytes
         return (NATIVE, "max_workspace_bytes") if too_much else (way, None)
 
-    def forget(self) -> None:
-        """What is known of slots together: their layouts, or reasons, may change."""
-        for found in self._sets.values():
+    def forget(self, slot: Slot | None = None) -> None:
+        """What is known of slots together with this one (None: of all): its layout, or reason, may change."""
+        for key in [key for key in self._sets if slot is None or slot in key]:
+            found = self._sets.pop(key)
             if found.known is not None:
                 found.known.end()
-        self._sets.clear()
 
     def known_gather(self, slots: list[Slot]) -> KnownGather | None:
         found = self._sets.get(tuple(slots))

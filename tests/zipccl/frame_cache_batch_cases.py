@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.collectives import frame_batch, frame_cache
+from ds_zipccl.collectives.fingerprint import fingerprint_bytes
 from ds_zipccl.errors import CollectiveError, FrameError
 from ds_zipccl.kernels.cuda_calls import CudaCalls
 from tests.helpers.bits import assert_same_bits
@@ -38,14 +39,14 @@ def launcher():
 
 
 class Counting:
-    """How often batches ran, and comparisons."""
+    """How often batches were made and ran, and comparisons."""
 
     def __init__(self):
-        self.num_runs = self.num_compared = 0
+        self.num_runs = self.num_compared = self.num_made = 0
 
     def __enter__(self):
-        self._kept = frame_batch.Batch.run, frame_batch.Prints.compare, frame_cache.launcher_of
-        run, compare, _ = self._kept
+        self._kept = frame_batch.Batch.run, frame_batch.Prints.compare, frame_cache.launcher_of, frame_batch.Batch.__init__
+        run, compare, _, make = self._kept
 
         def counting_run(batch):
             self.num_runs += 1
@@ -55,14 +56,18 @@ class Counting:
             self.num_compared += 1
             compare(prints)
 
-        frame_batch.Batch.run, frame_batch.Prints.compare = counting_run, counting_compare
+        def counting_make(batch, *args):
+            self.num_made += 1
+            make(batch, *args)
+
+        frame_batch.Batch.run, frame_batch.Prints.compare, frame_batch.Batch.__init__ = counting_run, counting_compare, counting_make
         if not ON_GPU:
             found = launcher()
             frame_cache.launcher_of = lambda runtime, device: found if runtime.config.integrity == "off" else None
         return self
 
     def __exit__(self, *_):
-        frame_batch.Batch.run, frame_batch.Prints.compare, frame_cache.launcher_of = self._kept
+        frame_batch.Batch.run, frame_batch.Prints.compare, frame_cache.launcher_of, frame_batch.Batch.__init__ = self._kept
 
 
 def at_once(case, num_runs: int = 1):
@@ -248,3 +253,119 @@ def case_rooms_that_change_are_not_made_as_before(rank, world_size):
             assert all(each == sizes[0] for each in sizes), (step, sizes)
         assert seen.num_runs > 10
         world.close()
+
+
+def makes(world: World, seed: int, spreads=None) -> None:
+    """Other data in all shards, and a refresh; ``spreads``: of the exponents, by shard and rank."""
+    for i, slot in enumerate(world.cache.slots):
+        world.write(i, lambda r, i=i, slot=slot: data_of(r, slot.numel, seed + i, (spreads or {}).get((i, r), 0.0)))
+    world.cache.changed(world.cache.slots)
+    world.cache.refresh()
+
+
+def case_refused_frames_leave_the_others_their_batch(rank, world_size):
+    """One shard, or several, beyond ``max_cache_bytes``: the others are made by one batch all the same, overflows among them, and nothing
+    is built anew for that; each is gathered as it was, and counted."""
+    numels = (5000, 3000, 70_001, 33_000, 4000)
+    with Counting() as seen:
+        for refused in ((3,), (2, 3)):
+            world = World(world_size, numels)
+            slots = world.cache.slots
+            every = sum(slot.frame_bytes() + fingerprint_bytes(slot.numel) for slot in slots)
+            world.stats.max_bytes = every - 40_000 if refused == (3,) else 30_000
+            world.gather()
+            world.gather()
+            reasons = ["max_cache_bytes" if i in refused else None for i in range(5)]
+            assert [slot.reason for slot in slots] == reasons
+            seen.num_runs, seen.num_made = 0, 0
+            before, encodes, held = world.stats.bypassed["max_cache_bytes"], world.stats.encodes, world.stats.held_bytes
+            for step in range(6):
+                makes(world, 1000 * len(refused) + 10 * step)
+                world.gather()
+                world.gather()
+                assert [slot.reason for slot in slots] == reasons and world.stats.held_bytes == held <= world.stats.max_bytes
+            assert (seen.num_runs, seen.num_made) == (6, 1), (seen.num_runs, seen.num_made)
+            assert world.stats.encodes - encodes == 6 * (5 - len(refused))
+            assert world.stats.bypassed["max_cache_bytes"] - before == 6 * 2 * len(refused)
+            makes(world, 300, {(1, 1): 2.0})                                    # one overflows, on a rank
+            assert seen.num_runs == 7
+            world.gather()
+            assert slots[1].room[0] > slots[0].room[0] and slots[1].reason is None
+            world.close()
+
+
+def case_a_frame_that_grows_beyond_the_bound_costs_no_other_than_it_must(rank, world_size):
+    """Until then all shards lost their frames together: what one of them held was counted while the next ones were asked."""
+    with Counting() as seen:
+        world = World(world_size, (5000, 6000, 7000, 40_000))
+        world.gather()
+        world.stats.max_bytes = world.stats.held_bytes
+        makes(world, 100, {(3, 0): 2.0})
+        world.gather()
+        assert world.stats.held_bytes > world.stats.max_bytes                   # in the same step, beyond the bound
+        seen.num_runs = 0
+        for step in range(3):
+            makes(world, 200 + 10 * step)
+            world.gather()
+            assert [slot.reason for slot in world.cache.slots] == ["max_cache_bytes", None, None, None]
+            assert world.stats.held_bytes <= world.stats.max_bytes and seen.num_runs == step + 1
+        world.close()
+
+
+def case_what_does_not_compress_leaves_the_others_their_batch(rank, world_size):
+    """Nor does what lies elsewhere each time, or has just been made anew in another layout."""
+    with Counting() as seen:
+        world = World(world_size, (5000, 6000, 7000, 40_000))
+        slots, seed = world.cache.slots, 0
+        world.gather()
+        for _ in range(70):                                                     # is given up, left out, and tried again
+            seed += 10
+            makes(world, seed, {(1, 1): 9.0})
+            world.gather()
+        assert slots[1].reason == "incompressible" and seen.num_runs == 70
+        assert seen.num_made <= 6, seen.num_made
+        seen.num_runs = seen.num_made = 0
+        for _ in range(6):
+            seed += 10
+            world.shards[2] = world.shards[2].clone()
+            slots[2].source = lambda shard=world.shards[2]: shard
+            makes(world, seed, {(1, 1): 9.0})
+            world.gather()
+        assert seen.num_runs == 6 and seen.num_made <= 1 and slots[2].reason is None, (seen.num_runs, seen.num_made)
+        world.close()
+
+
+@one_sided_only
+def case_what_is_compared_alone_leaves_the_others_their_kernel(rank, world_size):
+    """A gather like an earlier one compares all shards but that whose fingerprint is not made by kernels, and finds what was written to
+    this one too."""
+    can = frame_batch.Prints.can
+    frame_batch.Prints.can = staticmethod(lambda slot, data: slot.index != 1 and can(slot, data))
+    try:
+        with Counting() as seen:
+            world = World(world_size, (5000, 6000, 7000))
+            world.cache.comparisons.on_host = False
+            for _ in range(4):
+                world.gather()
+            seen.num_compared = world.num_known = 0
+            for _ in range(3):
+                world.forward += 1
+                world.gather()
+            assert (seen.num_compared, world.num_known) == (3, 3)
+            if rank == 1:
+                world.shards[1].data.view(-1)[17] += 1
+            world.forward += 1
+            outs = world.outs()
+            world.cache.known(world.cache.slots).launch(lambda: outs).wait()
+            world.cache.changed(world.cache.slots)
+            world.cache.refresh()
+            assert seen.num_runs == 1
+            try:
+                world.cache.settle()
+                found = "nothing"
+            except CollectiveError as error:
+                found = str(error)
+            assert "shard 1 on rank 1" in found, found
+            world.close()
+    finally:
+        frame_batch.Prints.can = can

@@ -43,7 +43,7 @@ def test_fingerprints_are_the_same(launcher, dtype):
     for slot, x in zip(slots, data, strict=True):
         stores.append(torch.full((shape_of(x)[2] + 1,), 77))
         slot.print = stores[-1][:-1]
-    assert Prints.can(slots, data)
+    assert all(map(Prints.can, slots, data))
     Prints(launcher, slots, data, None).make()
     for slot, x, store in zip(slots, data, stores, strict=True):
         assert torch.equal(slot.print, fingerprint(x)) and store[-1] == 77, "nothing may be written behind"
@@ -75,11 +75,11 @@ def test_rows_that_begin_between_words_are_done_one_by_one():
     data = torch.empty(640, dtype=torch.uint8)[2:602].view(torch.bfloat16)
     elsewhere = torch.frombuffer(bytearray(802), dtype=torch.bfloat16, offset=2)         # its storage begins between words
     for x in (data, elsewhere):
-        slots = slots_of([x])
-        slots[0].print = fingerprint(x)
-        assert Prints.can(slots, [x]) == (x is data)
-        slots[0].print = slots[0].print[:-1]
-        assert not Prints.can(slots, [x])
+        slot = slots_of([x])[0]
+        slot.print = fingerprint(x)
+        assert Prints.can(slot, x) == (x is data)
+        slot.print = slot.print[:-1]
+        assert not Prints.can(slot, x)
 
 
 def test_more_than_a_kernel_takes(launcher):
@@ -105,28 +105,32 @@ def test_frames_and_fingerprints_of_many(launcher):
     for slot, x in zip(slots, data, strict=True):
         slot.codec = Codec.of(torch.bfloat16, x.numel(), "cpu", spill_per_tile=64)
         slot.frame, slot.print = torch.zeros(slot.codec.frame_bytes, dtype=torch.uint8), torch.zeros(shape_of(x)[2], dtype=torch.int64)
-    assert Batch.can(slots, data)
-    batch = Batch(launcher, slots, data)
+    assert all(map(Batch.can, slots, data))
+    words = torch.zeros(len(slots) + 3, dtype=torch.int32)
+    for slot in slots:
+        slot.index += slot.index > 1                # what has index 2 is not among these
+    batch = Batch(launcher, slots, data, words)
     for turn in range(3):
         for i, x in enumerate(data):
             x.copy_((random_bits if turn == 1 and i == 1 else gaussians)(10 * turn + i, (x.numel(),), torch.bfloat16))
-        batch.words.fill_(-7)
+        words.zero_()[2] = -7
         batch.run()
         for i, (slot, x) in enumerate(zip(slots, data, strict=True)):
             frame, status = torch.zeros_like(slot.frame), torch.zeros(1, dtype=torch.int32)
             slot.codec.encode(x.view(1, -1), frame.view(1, -1), status)
-            assert int(batch.words[i]) == int(status) and split_status(int(status))[0] == (turn == 1 and i == 1)
+            assert int(words[slot.index]) == int(status) and split_status(int(status))[0] == (turn == 1 and i == 1)
             assert torch.equal(slot.print, fingerprint(x))
             if i != 1 or turn != 1:
                 out = torch.empty_like(x)
                 slot.codec.decode(slot.frame.view(1, -1), out.view(1, -1))
                 assert torch.equal(slot.frame, frame) and torch.equal(out.view(torch.int16), x.view(torch.int16))
-        assert int(batch.words[-1]) == 0
-    assert batch.is_of(slots, data) and not batch.is_of(slots[:-1], data[:-1]) and not batch.is_of(slots, [*data[:-1], data[-1].clone()])
+        assert words[[2, -2, -1]].tolist() == [-7, 0, 0], "those of others"
+    assert batch.is_of(slots, data, words) and not batch.is_of(slots, data, words.clone()) and not batch.is_of(slots[:-1], data[:-1], words)
+    assert not batch.is_of(slots, [*data[:-1], data[-1].clone()], words)
     slots[2].frame = slots[2].frame.clone()
-    assert not batch.is_of(slots, data)
+    assert not batch.is_of(slots, data, words)
     slots[0].frame = None
-    assert not Batch.can(slots, data)
+    assert [Batch.can(slot, x) for slot, x in zip(slots, data, strict=True)] == [False, True, True, True]
 
 
 def test_what_cuda_refuses_is_an_error(launcher, libraries, monkeypatch):

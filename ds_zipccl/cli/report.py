@@ -76,7 +76,7 @@ def _settings(path: str | None) -> dict | None:
 
 def _run_of(path: str | None) -> dict | None:
     """{"steps", "ops": {op: counters of all steps}, "switch": the last step's decisions, "switch_times": what they come from,
-    "step_trials": what whole steps were found to take} of a step log."""
+    "step_trials": what whole steps were found to take, "symmetric_memory": bytes that groups held in the last step} of a step log."""
     if path is None:
         return None
     ops, row, steps, times = {}, {}, 0, {}
@@ -91,7 +91,7 @@ def _run_of(path: str | None) -> dict | None:
             for group, measured in row.get("switch_times", {}).items():
                 times.setdefault(group, {}).update(measured)
         return {"steps": steps, "ops": ops, "switch": row.get("switch", {}), "switch_times": times,
-                "step_trials": row.get("step_trials", {})}
+                "step_trials": row.get("step_trials", {}), "symmetric_memory": row.get("symmetric_memory", {})}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(describe("cannot read the log of a run", got=f"{type(error).__name__}: {error}", where=path,
                                    expected="a line of JSON per step, as the zipccl section's log has them")) from None
@@ -157,6 +157,8 @@ def _print_run(console: Console, path: str, run: dict) -> None:
     if trial.get("choice"):
         console.print(f"  last trial of whole steps: zipped {trial['zipped_ms']} ms, native {trial['native_ms']} ms: " + (
             "as the switch says" if trial["choice"] == "zipped" else "all calls go native"))
+    for group, num_bytes in run["symmetric_memory"].items():
+        console.print(f"  symmetric memory, group {group}: {num_bytes} bytes on each GPU")
     for group, decisions in run["switch"].items():
         for calls, num_bytes in decisions.items():
             console.print(f"  switch, group {group}: {calls} " + ("never" if num_bytes is None else f"from {num_bytes} bytes on"))

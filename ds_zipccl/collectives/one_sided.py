@@ -46,6 +46,7 @@ class OneSided:
         self.transport: symmetric.SymmetricTransport | None = None
         self.why_not: str | None = None
         self.num_overflows = 0                  # of transports that are gone
+        self.name = ""                          # the group's, while it has one
         self._device, self._store, self._num_bytes, self._left_free, self._num_opened = device, store, num_bytes, left_free, 0
 
     def open(self, group: dist.ProcessGroup) -> None:
@@ -67,33 +68,41 @@ class OneSided:
         if self.why_not is None:
             self._open(group, store, agree)
 
+    @property
+    def held_bytes(self) -> int:
+        """Of symmetric memory on this GPU."""
+        return 0 if self.transport is None else self._num_bytes
+
     def _open(self, group: dist.ProcessGroup, store: dist.Store, agree) -> None:
-        memory, record, free = None, {}, free_bytes(self._device) if self._left_free else None
+        reserved, record, free = None, {}, free_bytes(self._device) if self._left_free else None
         if free is not None and free < self._num_bytes + self._left_free:
             record["no_memory"] = f"{free} bytes are free"
         else:
             try:
-                memory = symmetric.reserve(self._device, self._num_bytes)
+                reserved = symmetric.reserve(self._device, self._num_bytes)
             except RuntimeError as error:
                 record["no_memory"] = str(error)
         self.why_not, transport, record = agree("memory", record), None, {}
         if self.why_not is not None:
             return
         try:
-            transport = symmetric.open_transport(group, self._device, memory, dist.PrefixStore("addresses", store),
+            transport = symmetric.open_transport(group, self._device, reserved, dist.PrefixStore("addresses", store),
                                                  f"zipccl/{group.group_name}/{next(_COUNT)}", group_timeout(group, self._device))
         except Exception as error:              # torch's, of many kinds: a container that forbids it, a driver that cannot
             log.info("symmetric memory of group %s", group.group_name, exc_info=True)
             record["not_opened"] = str(error)
         self.why_not = agree("opened", record)
         if self.why_not is None:
-            self.transport = transport
+            self.transport, self.name = transport, group.group_name
+            log.info("symmetric memory of group %s: %d bytes on each GPU", self.name, self._num_bytes)
         elif transport is not None:
             transport.abort()
 
     def close(self) -> None:
         """Waits for the calls in flight, and gives the memory back."""
-        self._end("close")
+        if self.transport is not None:
+            self._end("close")
+            log.info("symmetric memory of group %s: given back", self.name)
 
     def abort(self) -> None:
         """At once, on this rank alone."""
@@ -168,7 +177,7 @@ class Router:
         #: What makes a call that was made before again, None: nothing shorter.
         self.repeat: Callable[[Call, object], Callable | None] = lambda call, state: None
         if self.wanted:
-            stats.sections["one_sided"] = self._section
+            self._tell()
 
     def reason_against(self, spec: CollectiveSpec, call: Call) -> str | None:
         """Why an eligible call cannot go there, whatever its group."""
@@ -211,7 +220,7 @@ class Router:
         if one_sided.transport is None and (again or one_sided.why_not is None):
             one_sided.open(group)
             if one_sided.transport is not None:
-                self._stats.sections["one_sided"] = self._section
+                self._tell()
         return one_sided
 
     def prober(self, spec: CollectiveSpec, call: Call, state) -> Callable[[Call], bool] | None:
@@ -270,6 +279,13 @@ class Router:
         if one_sided is not None:
             end(one_sided)
             self._num_overflows += one_sided.num_overflows
+
+    def _tell(self) -> None:
+        self._stats.sections |= {"one_sided": self._section, "symmetric_memory": self._memory}
+
+    def _memory(self) -> tuple[dict, dict]:
+        """A section of the step log: ({}, {group: bytes that it holds on this GPU})."""
+        return {}, {group.name: group.held_bytes for group in self._groups.values() if group.held_bytes}
 
     def _section(self) -> tuple[dict, dict]:
         """A section of the step log: (frames that this rank has sent raw since they overflowed, groups that have the transport)."""

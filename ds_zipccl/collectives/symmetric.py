@@ -11,6 +11,7 @@ import os
 import weakref
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -327,16 +328,29 @@ def kernels_of() -> dict:
     return {}
 
 
-def reserve(device: torch.device, num_bytes: int) -> torch.Tensor:
-    """Memory for ``open_transport``: of this rank, which peers will see. Raises RuntimeError if there is none."""
+class Reserved(NamedTuple):
+    """A rank's memory for a transport: ``memory`` [num_bytes] is what peers will see, ``scratch`` what its own kernels need, ``overflows``
+    int32 of the host's, where they count."""
+    memory: torch.Tensor
+    scratch: torch.Tensor
+    overflows: torch.Tensor
+
+
+def reserve(device: torch.device, num_bytes: int) -> Reserved:
+    """All that ``open_transport`` needs on this rank: what is missing is told before anybody waits for the others' memory. Raises
+    RuntimeError if there is none."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
+    from ds_zipccl.kernels import symmetric_calls
+    calls = symmetric_calls.load()
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")         # torch would set it up, and nothing here uses it
     with torch.cuda.device(device):
         memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
         memory[:words_bytes(MAX_RANKS)].zero_()
+        scratch = torch.zeros(calls.scratch_bytes, dtype=torch.uint8, device=device)
+        overflows = torch.zeros(calls.overflows_bytes // 4, dtype=torch.int32, device="cpu", pin_memory=True)
         torch.cuda.synchronize(device)                     # peers may write as soon as they know the address
-    return memory
+    return Reserved(memory, scratch, overflows)
 
 
 def known_group(group: dist.ProcessGroup, store: dist.Store, name: str) -> tuple[str, dist.ProcessGroup]:
@@ -353,18 +367,15 @@ def known_group(group: dist.ProcessGroup, store: dist.Store, name: str) -> tuple
     return name, ours
 
 
-def open_transport(group: dist.ProcessGroup, device: torch.device, memory: torch.Tensor, store: dist.Store, name: str,
+def open_transport(group: dist.ProcessGroup, device: torch.device, reserved: Reserved, store: dist.Store, name: str,
                    timeout: timedelta) -> SymmetricTransport:
-    """Exchanges the ranks' ``memory`` (``reserve``, as much on each). All ranks of a group at the same point, once ``why_not`` of their
+    """Exchanges the ranks' memory (``reserve``, as much on each). All ranks of a group at the same point, once ``why_not`` of their
     records is None; ``store`` and ``name`` are for this alone."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     from ds_zipccl.kernels import impl_cuda, symmetric_calls
     with torch.cuda.device(device):
-        kernels, calls = impl_cuda.load(), symmetric_calls.load()
-        scratch = torch.zeros(calls.scratch_bytes, dtype=torch.uint8, device=device)
-        overflows = torch.zeros(calls.overflows_bytes // 4, dtype=torch.int32, device="cpu", pin_memory=True)
-        torch.cuda.synchronize(device)
+        kernels, calls, (memory, scratch, overflows) = impl_cuda.load(), symmetric_calls.load(), reserved
         name, ranks = known_group(group, store, name)
         handle = symmetric_memory.rendezvous(memory, name)
         addresses = list(handle.buffer_ptrs)

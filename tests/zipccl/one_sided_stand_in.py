@@ -1,6 +1,7 @@
 """A one-sided transport without GPUs: a stand-in over the group's own collectives, and runtimes that use it where there are none."""
 import contextlib
 import math
+import weakref
 from types import SimpleNamespace
 
 import torch
@@ -8,7 +9,7 @@ import torch.distributed as dist
 
 from ds_zipccl.codec.codec import Codec
 from ds_zipccl.codec.format import DEFAULT_SPILL_PER_TILE, OVERFLOW_BIT, STATUS_OFFSET
-from ds_zipccl.collectives import one_sided, switch, symmetric_plan
+from ds_zipccl.collectives import one_sided, switch, symmetric, symmetric_plan
 from ds_zipccl.collectives.transport import all_gather_bytes
 from ds_zipccl.kernels import loader
 from ds_zipccl.kernels.rank_order import sum_in_order
@@ -120,7 +121,7 @@ class StandIn:
         return Known(self, launch)
 
     def close(self):
-        self.is_open = False
+        self.is_open, self.keep_alive = False, None
 
     abort = close
 
@@ -160,6 +161,41 @@ def stand_ins(why_not=None, spoil=lambda out: None):
         yield opened
     finally:
         one_sided.OneSided.open, one_sided.reason_by_kind = real_open, by_kind
+
+
+class Memory:
+    """Of a rank, for ``opened_with_memory``."""
+
+
+@contextlib.contextmanager
+def opened_with_memory(has_memory):
+    """On a CPU groups open their transports by what ranks say to each other, as on GPUs; what they open are stand-ins. ``has_memory()``:
+    whether this rank can allocate. Yields the memory that is held, as weak references."""
+    kept = {name: getattr(symmetric, name) for name in ("place_of", "kernels_of", "reserve", "open_transport")}
+    by_kind, held = one_sided.reason_by_kind, []
+
+    def reserve(device, num_bytes):
+        if not has_memory():
+            raise RuntimeError("CUDA driver error: out of memory")
+        memory = Memory()
+        held.append(weakref.ref(memory))
+        return memory
+
+    def open_transport(group, device, reserved, *_):
+        transport = StandIn(group)
+        transport.keep_alive = reserved
+        return transport
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    symmetric.place_of = lambda device: {"host": "a", "uuid": str(rank), "peers": {str(peer): True for peer in range(world)}}
+    symmetric.kernels_of, symmetric.reserve, symmetric.open_transport = dict, reserve, open_transport
+    one_sided.reason_by_kind = lambda config, kernels, name, call: by_kind(config, "cuda", name, OnGpu(call))
+    try:
+        yield held
+    finally:
+        one_sided.reason_by_kind = by_kind
+        for name, value in kept.items():
+            setattr(symmetric, name, value)
 
 
 @contextlib.contextmanager

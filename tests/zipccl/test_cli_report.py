@@ -51,6 +51,8 @@ def test_what_a_run_did(tmp_path, capsys):
         "bytes": [1 << 20, 1 << 22], "native": [1.5, 2], "zipped": [None, 4], "native_burst": [5, 6]}}}, {}])
     stats.sections["switch_times"] = lambda: ({}, next(news))
     stats.sections["step_trials"] = lambda: ({"kept_native": 1}, {"choice": "native", "zipped_ms": 3.5, "native_ms": 2.5})
+    held = iter([{"0": 5, "1": 6}, {"0": 5}, {"0": 1 << 30}])
+    stats.sections["symmetric_memory"] = lambda: ({}, next(held))
     log = StepLog(str(file), stats)
     for step in range(3):
         stats.zipped("all_gather_into_tensor", 1000 + step, 700)
@@ -67,6 +69,7 @@ def test_what_a_run_did(tmp_path, capsys):
     assert run["switch"] == {"0": {"all_gather_into_tensor bfloat16": 4 << 20, "broadcast bfloat16": None}}
     printed = " ".join(capsys.readouterr().out.split())
     assert f"all_gather_into_tensor bfloat16 from {4 << 20} bytes on" in printed and "broadcast bfloat16 never" in printed
+    assert run["symmetric_memory"] == {"0": 1 << 30} and f"symmetric memory, group 0: {1 << 30} bytes on each GPU" in printed
     assert "zipped 3.5 ms, native 2.5 ms: all calls go native" in printed
     assert list(run["switch_times"]["0"]) == ["broadcast bfloat16", "all_gather_into_tensor bfloat16"]
     assert f"all_gather_into_tensor bfloat16, {1 << 20} bytes, us: native 1.5, zipped None, native back to back 5" in printed

@@ -1,5 +1,6 @@
 """Which calls go one-sided, and what becomes of them, with a transport that notes what it is asked for. Its own results: test_symmetric.py;
 how it is opened: test_symmetric_memory.py; whole calls on GPUs: collective_one_sided_cases.py."""
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,17 +13,17 @@ from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.runtime import Runtime  # noqa: F401  registers the collectives
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.stats import Stats
+from tests.helpers.ranks import assert_ok, case_names
 
+MEMORY = "tests.zipccl.one_sided_memory_cases"
 AG, RS, A2A = "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"
 BF16 = torch.bfloat16
 
 
 class Group:
     """Two ranks or more, of which this is one."""
-    group_name = "some"
-
-    def __init__(self, world_size=2):
-        self._size = world_size
+    def __init__(self, world_size=2, name="some"):
+        self._size, self.group_name = world_size, name
 
     def rank(self):
         return 1
@@ -101,6 +102,7 @@ def opens(monkeypatch):
         assert self._store == "store" and self._num_bytes == 1 << 30
         answer = opens.pop()
         self.transport, self.why_not = (None, answer) if isinstance(answer, str) else (answer, None)
+        self.name = group.group_name
 
     monkeypatch.setattr(OneSided, "open", open_)
     monkeypatch.setattr(one_sided, "reason_by_kind", lambda config, kernels, name, call: None)
@@ -164,29 +166,35 @@ def test_who_has_no_memory_is_asked_again_when_it_is_measured_again_alone(opens)
 
 
 def test_groups_end_on_their_own(opens):
-    """Overflows of a group that is gone stay counted."""
+    """Overflows of a group that is gone stay counted, its memory does not."""
     (live, stats), states, transports = router(), [State(), State()], [Transport(), Transport()]
-    for state, transport in zip(states, transports, strict=True):
+    assert stats.sections["symmetric_memory"]() == ({}, {})
+    for state, transport, name in zip(states, transports, ("first", "second"), strict=True):
         opens.append(transport)
-        live.run(specs()[AG], GATHER, state)
+        live.run(specs()[AG], replace(GATHER, group=Group(name=name)), state)
     assert stats.sections["one_sided"]() == ({"overflows": 6}, {"num_groups": 2})
+    assert stats.sections["symmetric_memory"]() == ({}, {"first": 1 << 30, "second": 1 << 30})
     live.close(states[0])
     live.abort(states[0])
     assert transports[0].ended == "closed" and transports[1].ended is None
+    assert stats.sections["symmetric_memory"]() == ({}, {"second": 1 << 30})
     live.abort(states[1])
+    assert stats.sections["symmetric_memory"]() == ({}, {})
     assert transports[1].ended == "aborted" and stats.sections["one_sided"]() == ({"overflows": 6}, {"num_groups": 0})
 
 
 def test_memory_is_kept_while_the_switch_uses_it(opens):
     (live, stats), state, transports = router("adaptive"), State(), [Transport(), Transport()]
-    assert "one_sided" not in stats.sections
+    assert not {"one_sided", "symmetric_memory"} & set(stats.sections)
     opens += reversed(transports)
     test = Call(AG, torch.empty(8, dtype=BF16), torch.arange(4).to(BF16), Group())
     assert live.prober(specs()[AG], GATHER, state)(test) and torch.equal(transports[0].calls[0][1], test.input)
     live.keep_what_wins(state)
     assert transports[0].ended is None and not stats.snapshot(), "test calls are not counted"
+    assert stats.sections["symmetric_memory"]() == ({}, {"some": 1 << 30})
     state.wins = False
     live.keep_what_wins(state)
+    assert stats.sections["symmetric_memory"]() == ({}, {})
     assert transports[0].ended == "closed" and stats.sections["one_sided"]() == ({"overflows": 3}, {"num_groups": 0})
     live.keep_what_wins(state)
     assert live.prober(specs()[RS], GATHER, state) and transports[1].ended is None          # measured again: opened again
@@ -206,3 +214,9 @@ def test_a_group_that_cannot_is_no_error(opens):
     opens += ["no_peer_access", "no_peer_access"]
     assert live.prober(specs()[AG], GATHER, state) is None and live.prober(specs()[RS], GATHER, state) is None
     assert [stats.snapshot()[op]["not_one_sided"] for op in (AG, RS)] == [{"no_peer_access": 1}] * 2
+
+
+@pytest.mark.parametrize("case", case_names(MEMORY))
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_memory(world_size, case):
+    assert_ok(MEMORY, case_names(MEMORY), world_size, case)

@@ -1,7 +1,7 @@
 """A group's symmetric memory without a GPU: opened by all ranks or by none, and when the memory that a call uses goes back."""
 import threading
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -117,6 +117,44 @@ def test_memory_that_others_may_need_is_left_to_them(monkeypatch):
     assert ranks.open() == ([False, False], "no_memory") and not ranks.transports
     free[1] = 4
     assert ranks.open() == ([True, True], None)
+
+
+def test_what_may_be_missing_is_taken_before_others_wait_for_it(monkeypatch):
+    """Who runs out of memory while peers exchange theirs would leave them there until their limit. So all is allocated in ``reserve``."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    from ds_zipccl.kernels import impl_cuda, symmetric_calls
+
+    class Met(Exception):
+        pass
+
+    def none_left(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def rendezvous(memory, name):
+        raise Met
+
+    zeros, memory = torch.zeros, torch.empty(1 << 20, dtype=torch.uint8)
+    calls = SimpleNamespace(scratch_bytes=100, overflows_bytes=16)
+    monkeypatch.setattr(symmetric_calls, "load", lambda: calls)
+    monkeypatch.setattr(impl_cuda, "load", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(symmetric_memory, "empty", lambda *_, **__: memory)
+    monkeypatch.setattr(symmetric_memory, "rendezvous", rendezvous)
+    monkeypatch.setattr(symmetric, "words_bytes", lambda world_size: 1 << 19)
+    monkeypatch.setattr(symmetric, "known_group", lambda group, store, name: (name, group))
+    monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **how: zeros(*size, **how))
+    memory.fill_(7)
+    reserved = symmetric.reserve(torch.device("cpu"), 1 << 20)
+    assert reserved.memory is memory and not memory[:1 << 19].any() and bool((memory[1 << 19:] == 7).all())
+    assert (reserved.scratch.nbytes, reserved.overflows.nbytes) == (100, 16) and reserved.overflows.dtype == torch.int32
+    for name in ("zeros", "empty"):
+        monkeypatch.setattr(torch, name, none_left)
+    with pytest.raises(Met):
+        symmetric.open_transport(None, torch.device("cpu"), reserved, None, "name", None)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        symmetric.reserve(torch.device("cpu"), 1 << 20)
 
 
 def test_many_ranks_do_not_ask_each_other():

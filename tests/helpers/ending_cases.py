@@ -1,4 +1,4 @@
-"""For tests/test_ranks.py: cases that end in each bad way there is."""
+"""For tests/test_ranks.py and test_run_cases.py: cases that end in each bad way there is."""
 import atexit
 import os
 import signal
@@ -6,6 +6,8 @@ import time
 
 import torch
 import torch.distributed as dist
+
+from tests.helpers.ranks import LeftOut
 
 
 def case_fine(rank, world):
@@ -47,3 +49,16 @@ def case_ends_badly(rank, world):
 
 def case_sees_the_environment(rank, world):
     assert os.environ["ZIPSCAPE_TEST_WORD"] == "seen" and os.environ["OMP_NUM_THREADS"] == "1" == str(torch.get_num_threads())
+
+
+def case_left_out(rank, world):
+    raise LeftOut("needs a third hand")
+
+
+def case_left_out_on_rank_1(rank, world):
+    if rank == 1:
+        raise LeftOut("needs a third hand")
+
+
+def case_takes_two_seconds(rank, world):
+    time.sleep(2)

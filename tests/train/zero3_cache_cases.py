@@ -18,7 +18,9 @@ from deepspeed.utils import safe_set_full_fp32_param
 
 from ds_zipccl.backend import deepspeed_hooks
 from ds_zipccl.backend.zero3_params import ATTRIBUTE
+from ds_zipccl.collectives.frame_guard import Guard
 from ds_zipccl.errors import CollectiveError
+from tests.helpers.ranks import DEVICE
 from tests.train.zero3_cache_helpers import (
     CACHED,
     STEPS,
@@ -96,9 +98,42 @@ def case_every_writer(rank, world_size):
     assert run.cache["repairs"] == 0 and run.cache["refreshes"] == STEPS + 5, run.cache        # one more for each event that wrote
 
 
-def _finds_muted(act, expected: int) -> None:
+@contextlib.contextmanager
+def compared_as_on_a_gpu():
+    """On a CPU too: the host waits for no comparison, so no frame is made again for what it says."""
+    init = Guard.__init__
+
+    def on_gpu(self, *arguments):
+        init(self, *arguments)
+        self.on_host = False
+
+    with mock.patch.object(Guard, "__init__", on_gpu) if DEVICE == "cpu" else contextlib.nullcontext():
+        yield
+
+
+def error_in(step: int, between) -> str:
+    """Of a training that is compared as on a GPU: all ranks raise it in this step's forward pass, the first after the ranks' next exchange
+    of status words, and nothing was made again."""
+    seen = []
+
+    def noting(now, engine):
+        seen.append(engine)
+        return between(now, engine)
+
+    with compared_as_on_a_gpu(), pytest.raises(CollectiveError) as error:
+        train(CACHED, noting, steps=step + 1)
+    assert len(seen) == step + 1 and cache_counters()["unknown_writes"] == cache_counters()["repairs"] == 0, (len(seen), cache_counters())
+    seen[0].destroy()
+    deepspeed_hooks.deactivate()
+    texts = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, str(error.value))
+    assert len(set(texts)) == 1 and "changed by a writer that ds_zipccl does not know" in texts[0], texts
+    return texts[0]
+
+
+def _finds_muted(act, expected: int, at_once: bool) -> None:
     """With its writers muted the action is found by the guard, so the counts of the other cases prove that writers announce. Without guard
-    and writers, training differs: the announcements are what keeps it right."""
+    and writers, training differs: the announcements are what keeps it right. ``at_once``: a GPU repairs it too, for versions have moved."""
     if expected:
         seen = train(CACHED, lambda step, engine: act(engine) if step == 2 else None, steps=4)
         assert seen.cache["unknown_writes"] == 0
@@ -108,10 +143,14 @@ def _finds_muted(act, expected: int) -> None:
             with muted():
                 act(engine)
 
-    found = train(CACHED, quietly, steps=4)
-    assert found.cache["unknown_writes"] == expected, found.cache
-    if expected:
-        assert found.losses == seen.losses
+    if at_once or DEVICE == "cpu":
+        found = train(CACHED, quietly, steps=4)
+        assert found.cache["unknown_writes"] == expected, found.cache
+        if expected:
+            assert found.losses == seen.losses
+    if not at_once:
+        text = error_in(3, quietly)
+        assert all(f"embedding.weight on rank {rank}" in text for rank in range(dist.get_world_size())), text
 
     def unseen(step, engine):
         for cache in getattr(engine, ATTRIBUTE)._caches.values():
@@ -129,7 +168,7 @@ def _finds_muted(act, expected: int) -> None:
 
 
 def case_forgotten_gathered_parameters(rank, world_size):
-    _finds_muted(lambda engine: write_weight(engine, 1.5), 1)
+    _finds_muted(lambda engine: write_weight(engine, 1.5), 1, at_once=True)
 
 
 def case_forgotten_checkpoint(rank, world_size):
@@ -144,20 +183,25 @@ def case_forgotten_checkpoint(rank, world_size):
             engine.save_checkpoint(folder, tag="halved")
             engine.load_checkpoint(folder, tag="halved")
 
-        _finds_muted(act, FRAMED)
+        _finds_muted(act, FRAMED, at_once=False)
         dist.barrier()
 
 
 def case_forgotten_step(rank, world_size):
-    """The mutation "optimizer.step says nothing": found at the next forward, in every step."""
-    honest = train(CACHED, steps=3)
-    with muted():
-        found = train(CACHED, steps=3)
-    assert found.losses == honest.losses and found.cache["unknown_writes"] == 2 * FRAMED, found.cache
+    """The mutation "optimizer.step says nothing": found at the next forward, in every step; on a GPU when a step says something again."""
+    if DEVICE == "cpu":
+        honest = train(CACHED, steps=3)
+        with muted():
+            found = train(CACHED, steps=3)
+        assert found.losses == honest.losses and found.cache["unknown_writes"] == 2 * FRAMED, found.cache
+    with contextlib.ExitStack() as silence:
+        silence.enter_context(muted())
+        assert "embedding.weight on rank 0" in error_in(3, lambda step, engine: silence.close() if step == 2 else None)
 
 
 def case_unannounced_write_on_one_rank(rank, world_size):
-    """A script that writes into a shard behind everybody's back, on one rank alone."""
+    """A script that writes into a shard behind everybody's back, on one rank alone. A CPU makes the frame again before it is sent; on a
+    GPU the step uses the old one, and ends with an error that names parameter and rank, on all ranks."""
 
     def between(step, engine):
         if step in (1, 3):
@@ -166,8 +210,11 @@ def case_unannounced_write_on_one_rank(rank, world_size):
             return sample_loss(engine)
         return None
 
-    run = compare(between, world_size=world_size, unknown_writes=2 * (rank == 1))
-    assert run.cache["repairs"] == 2 * (rank == 1), run.cache
+    if DEVICE == "cpu":
+        run = compare(between, world_size=world_size, unknown_writes=2 * (rank == 1))
+        assert run.cache["repairs"] == 2 * (rank == 1), run.cache
+    text = error_in(2, between)
+    assert "layers.2.weight on rank 1" in text and text.count(" on rank ") == 1, text
 
 
 def case_training_and_sampling_take_turns(rank, world_size):

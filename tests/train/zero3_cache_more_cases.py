@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
@@ -18,6 +19,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_zipccl.backend import deepspeed_hooks, zero3_params, zero3_writers
+from ds_zipccl.errors import CollectiveError
+from tests.helpers.ranks import DEVICE
+from tests.train.zero3_cache_cases import compared_as_on_a_gpu
 from tests.train.zero3_cache_helpers import CACHED, STEPS, cache_counters, compare, config_for, sample_loss, train, without_default_device
 from tests.train.zero_cases import VOCAB, WIDTH, Net
 
@@ -154,8 +158,9 @@ def case_mixed_dtypes(rank, world_size):
 
 
 def case_without_optimizer(rank, world_size):
-    """An engine that only computes: frames are made once, and found out of date where somebody writes."""
-    def losses(section):
+    """An engine that only computes: frames are made once, and found out of date where somebody writes. On a GPU ranks hear of that when
+    they next exchange status words, which without a step is when somebody announces a write."""
+    def losses(section, then=lambda engine: None):
         torch.manual_seed(0)
         config = config_for(section)
         del config["optimizer"]
@@ -166,13 +171,27 @@ def case_without_optimizer(rank, world_size):
         found.append(sample_loss(engine))
         engine.module.head.weight.ds_tensor.data.mul_(1 + rank)
         found.append(sample_loss(engine))
+        then(engine)
         cache = cache_counters()
         engine.destroy()
         deepspeed_hooks.deactivate()
         return found, cache
 
+    def is_told(engine):
+        with deepspeed.zero.GatheredParameters(engine.module.head.weight, modifier_rank=0):
+            pass
+        with pytest.raises(CollectiveError) as error:
+            sample_loss(engine)
+        assert "head.weight on rank 1" in str(error.value) and " on rank 0" not in str(error.value), error.value
+
+    uncached, _ = losses({**CACHED, "cache_params": False})
+    with compared_as_on_a_gpu():
+        cached, counters = losses(CACHED, is_told)
+    assert cached[:-1] == uncached[:-1] and counters["unknown_writes"] == 0, counters
+    if DEVICE != "cpu":
+        return
     cached, counters = losses(CACHED)
-    assert cached == losses({**CACHED, "cache_params": False})[0]
+    assert cached == uncached
     assert counters["encodes"] == 5 + 1 + rank and counters["unknown_writes"] == rank and counters["refreshes"] == 2, counters
 
 

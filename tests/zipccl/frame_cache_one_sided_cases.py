@@ -11,6 +11,7 @@ from ds_zipccl.collectives import frame_cache, one_sided
 from ds_zipccl.collectives.cost import Curve
 from ds_zipccl.collectives.symmetric_plan import words_bytes
 from tests.helpers.bits import assert_same_bits
+from tests.helpers.ranks import needs_a_gpu_each
 from tests.zipccl import frame_cache_cases
 from tests.zipccl.frame_cache_cases import NUMEL, World, data_of, device
 from tests.zipccl.one_sided_stand_in import LARGE, MIDDLE, ONE_SIDED, SLOW, SMALL, measured_at_three_sizes, stand_ins
@@ -21,6 +22,7 @@ AG = "all_gather_into_tensor"
 def one_sided_only(case):
     """The case where every gather goes one-sided."""
 
+    @needs_a_gpu_each
     @functools.wraps(case)
     def run(rank, world_size):
         frame_cache_cases.SETTINGS = {"transport": "symmetric_memory"}

@@ -10,7 +10,7 @@ from zipscape.errors import ConfigError, describe
 from zipscape.machine import write_json
 from zipscape.quantities import check_above_zero, check_share, parse_count
 
-HELP = "bytes and step time on a given model and cluster, without running anything"
+HELP = "what compression would gain on a given model and cluster: calculated, nothing is run"
 WEIGHT_BYTES = 2            # BF16: what ZeRO sends, gradients too
 LEFT_OUT = (
     "Latency and host time: every collective is its bytes over --link. Calls below some MiB are slower zipped; adaptive leaves them "
@@ -32,7 +32,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--step-time", type=float, metavar="S", help="seconds of a step without any communication")
     parser.add_argument("--overlap", type=float, default=0.0, metavar="SHARE",
                         help="share of the communication that is hidden behind arithmetic, 0 to 1 (default 0)")
-    parser.add_argument("--ratio", type=float, default=1.41, help="of the frames (default 1.41)")
+    parser.add_argument("--ratio", type=float, default=1.41, help="raw bytes / bytes sent, of what is compressed (default 1.41)")
     parser.add_argument("--codec-speed", type=float, default=2000.0, metavar="GB/S",
                         help="raw bytes compressed, or decompressed, per second, in 1e9 bytes (default 2000: an H200; "
                              "ds_zipccl bench codec measures it)")

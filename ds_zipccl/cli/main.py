@@ -10,7 +10,7 @@ COMMANDS = {"bench": bench, "estimate": estimate, "report": report}
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand; returns the exit status. Errors of ours are printed as one paragraph, without a traceback."""
-    parser = argparse.ArgumentParser(prog="ds_zipccl", description="Losslessly compressed collectives for DeepSpeed.")
+    parser = argparse.ArgumentParser(prog="ds_zipccl", description="Losslessly compressed collectives for DeepSpeed and torch.")
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)          # from DeepSpeed's launcher; LOCAL_RANK says it too
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in COMMANDS.items():

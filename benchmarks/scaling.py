@@ -8,10 +8,7 @@ beside each other, less than a minute on 2 GPUs, to see that it would run. --dev
 """
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,14 +17,16 @@ import torch
 
 from zipscape.machine import write_json
 
-TRANSPORTS = {"as_is": {}, "host": {"NCCL_P2P_DISABLE": "1"},
-              "sockets": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}}
+sys.path.append(str(Path(__file__).parent))
+from commands import DS_ZIPCCL, TRANSPORTS, measure
+
 OPS = "all_gather_into_tensor,reduce_scatter_tensor,all_to_all_single"
 
 
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/scaling"), help="folder of scaling.json and scaling.png (runs/scaling)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="in place of scaling.json")
     parser.add_argument("--ranks", default="2,4,8", help="numbers of ranks; those for which there are no GPUs are left out (default 2,4,8)")
     parser.add_argument("--transports", default=",".join(TRANSPORTS), help=f"of {', '.join(TRANSPORTS)}")
     parser.add_argument("--sizes", default="64M,256M", help="of the collectives, smallest and largest (default 64M,256M)")
@@ -58,31 +57,13 @@ def commands(args, ranks: int):
                    "--rounds", str(args.rounds), "--seconds", str(max(10, args.limit - 40)), *small]
 
 
-def measure(kind: str, arguments: list[str], environment: dict[str, str], limit: int) -> list[dict]:
-    """Its rows; one row with ``error`` where it failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "ds_zipccl.cli.main", *arguments, "--json", str(path)]
-        try:
-            if limit < 1:
-                raise subprocess.TimeoutExpired(command, limit)
-            done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=limit)
-            reason = "" if done.returncode == 0 else f"status {done.returncode}: {done.stderr[-500:]}"
-        except subprocess.TimeoutExpired:
-            reason = f"not done after {limit} s" if limit > 0 else "left out: the time was over"
-        rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    if reason:
-        rows.append({"op": kind, "error": reason, "command": "ds_zipccl " + " ".join(arguments)})
-    return rows
-
-
 def main(argv=None) -> int:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.plot:
         plot(json.loads(args.plot.read_text())["rows"], args.out / "scaling.png")
         return 0
-    jobs, rows, end = [], [], time.monotonic() + args.seconds
+    jobs, rows, end, path = [], [], time.monotonic() + args.seconds, args.json or args.out / "scaling.json"
     for ranks in map(int, args.ranks.split(",")):
         if args.device == "cuda" and ranks > torch.cuda.device_count():
             print(f"{ranks} ranks: left out, there are {torch.cuda.device_count()} GPUs", flush=True)
@@ -92,7 +73,8 @@ def main(argv=None) -> int:
     def do(job) -> tuple[list[dict], float]:
         _, transport, kind, arguments = job
         start = time.monotonic()
-        return measure(kind, arguments, TRANSPORTS[transport], min(args.limit, int(end - start))), time.monotonic() - start
+        found = measure(kind, [*DS_ZIPCCL, *arguments], TRANSPORTS[transport], min(args.limit, int(end - start)))
+        return found["rows"], time.monotonic() - start
 
     with ThreadPoolExecutor(len(jobs) or 1 if args.dry_run else 1) as pool:
         for (ranks, transport, *_), (found, seconds) in zip(jobs, pool.map(do, jobs), strict=True):
@@ -101,7 +83,7 @@ def main(argv=None) -> int:
                 if "error" in row or row.get("impl") == "ours" or row["op"] == "step" and row["speedup"]:
                     print(f"{ranks} {transport} {line(row)}", flush=True)
             print(f"   {seconds:.0f} s", flush=True)
-            write_json(args.out / "scaling.json", {"rows": rows}, command="python benchmarks/scaling.py " + " ".join(sys.argv[1:]))
+            write_json(path, {"rows": rows}, command="python benchmarks/scaling.py " + " ".join(sys.argv[1:]))
     plot(rows, args.out / "scaling.png")
     return 1 if any("error" in row or row.get("wrong") for row in rows) else 0
 

@@ -34,7 +34,7 @@ class GroupState:
         self._group, self._name = weakref.ref(group, self._when_gone(weakref.ref(self))), group.group_name
         self.side = SideChannel(group, device)
         self.completer = Completer(device)
-        self._device = device
+        self._device, self._index = device, device.index
         self.capacities: dict[tuple, Capacity] = {}
         self._pair_capacities: dict[tuple, Capacity] = {}
         self.windows = Windows()
@@ -247,12 +247,13 @@ class GroupState:
         """``complete`` for a call of ``Repeats.again``, where the words of all ranks are there, no frame overflowed, and the current stream
         is the one it was launched on; False: it is as it was."""
         flight = pending.flight
-        if streams.of_device(self._device.index) != flight.stream:
+        if streams.of_device(self._index) != flight.stream:
             return False
         with self._lock:
             if pending.settled:
                 return False
-            for earlier in self.in_flight:
+            in_flight = self.in_flight
+            for earlier in in_flight:
                 if earlier is pending:
                     break
                 if not earlier.settled:
@@ -260,7 +261,7 @@ class GroupState:
             if not flight.finish_at_once(pending.count):
                 return False
             pending.end_at_once(flight.stream)
-            self.in_flight = [other for other in self.in_flight if other is not pending]
+            self.in_flight = [] if len(in_flight) == 1 else [other for other in in_flight if other is not pending]
         return True
 
     def push_on(self) -> bool:

@@ -232,7 +232,7 @@ class Mailbox:
         self._count = count + 1
         first, stamp = count % DEPTH * self._size, count % _NUM_STAMPS + 1
         self._posted.append((first + self._rank, stamp))
-        self._gpu.address(0, stream)
+        self._gpu.posting = stream
         return RowReading(self, first, self._size, stamp, count + 1)
 
     def post_from(self, root: int, stream: int) -> tuple[Reading, int, int]:

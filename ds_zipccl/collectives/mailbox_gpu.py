@@ -27,7 +27,8 @@ class GpuWriter:
         self._address_for_gpu.argtypes = ctypes.POINTER(u64), pointer, u32
         self._copy.argtypes, self._set.argtypes = (pointer, u64, size, pointer), (pointer, u64, u32, u32)
         self._query.argtypes = pointer,
-        self._host, self._on_gpu, self._stream, self._posting = 0, 0, None, None
+        self._host, self._on_gpu, self._stream = 0, 0, None
+        self.posting = None             # the stream of what was queued last to write an entry by itself
 
     def open(self, memory: mmap.mmap, trial: int) -> None:
         """Makes the memory known to the GPU, and tries entry ``trial`` out. Waits for that alone."""
@@ -62,13 +63,13 @@ class GpuWriter:
 
     def address(self, entry: int, stream: int) -> int:
         """Of an entry, for a kernel that is queued on ``stream`` to write."""
-        self._posting = stream
+        self.posting = stream
         return self._on_gpu + 8 * entry
 
     def raise_on_error(self) -> None:
         """RuntimeError: what has gone wrong on the GPU is not to be waited for."""
         with torch.cuda.device(self._device):
-            codes = {self._query(stream) for stream in {self._stream, self._posting}} - {0, _NOT_READY}
+            codes = {self._query(stream) for stream in {self._stream, self.posting}} - {0, _NOT_READY}
         if codes:
             raise RuntimeError(describe("status words do not come from the GPU", got=f"CUresult {max(codes)}"))
 

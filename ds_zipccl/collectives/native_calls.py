@@ -143,6 +143,10 @@ class NativeCalls:
         """A call is in flight on the group with this id."""
         self.shown.pop(number, None)
 
+    def hiding(self, group: dist.ProcessGroup) -> Callable[[], object]:
+        """``hide`` for who does it in every call."""
+        return functools.partial(self.shown.pop, id(group), None)
+
     def forget(self, group: dist.ProcessGroup | None = None) -> None:
         """All, or of a group that ends."""
         for number in list(self._tables) if group is None else [id(group)]:

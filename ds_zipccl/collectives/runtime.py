@@ -270,7 +270,7 @@ class Runtime:
                 self._forget_calls(state)
             self._forget_gone()
             state = states[device.type] = GroupState(group, device)
-            state.when_busy = functools.partial(self.native_calls.hide, id(group))
+            state.when_busy = self.native_calls.hiding(group)
         return state
 
     def _forget_gone(self) -> None:

@@ -8,9 +8,9 @@ import functools
 import torch
 
 _objects: dict[tuple[int, int], torch.cuda.Stream] = {}
-_raw_current = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
-
+#: The handle of the current stream of the GPU of this index: torch's own function, with none of ours around it in a call's way.
+of_device = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 #: The index of the current device.
 current_device = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 #: Whether what is queued on the current stream goes into a CUDA graph.
@@ -22,12 +22,7 @@ def current(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     index = device.index
-    return _raw_current(torch.cuda.current_device() if index is None else index)
-
-
-def of_device(index: int) -> int:
-    """The same of the GPU of this index."""
-    return _raw_current(index)
+    return of_device(torch.cuda.current_device() if index is None else index)
 
 
 def _index(device: torch.device) -> int:

@@ -34,13 +34,12 @@ class Pending:
         self.outputs = outputs
         self._look = getattr(words, "at_once", None)         # the words without waiting for anything, or None
 
-    @classmethod
-    def of_flight(cls, flight, state, count: int | None = None) -> "Pending":
+    @staticmethod
+    def of_flight(flight, state, count: int | None = None) -> "Pending":
         """Of a launch.Flight. ``count``: of the exchange, where ``GroupState.finish_at_once`` may be asked."""
-        self, words = cls.__new__(cls), flight.words
-        self._words = self._status_work = words
-        self._payload_work, self._streams_of, self.outputs, self._look = flight, state, flight.outputs, words.at_once
-        self._finish, self._on_words, self._release = flight.finish, flight.on_words, flight.release
+        self = object.__new__(_OfFlight)            # without __init__, which takes as long as all of this
+        self._words = self._status_work = flight.words
+        self._payload_work, self._streams_of, self.outputs = flight, state, flight.outputs
         if flight.two_phases:
             self.two_phases = True
         if count is not None:
@@ -49,8 +48,7 @@ class Pending:
 
     def end_at_once(self, stream: int) -> None:
         """Settled and finished, on this stream. Who is about to ask for its words must not ask those of the flight's next call."""
-        self._queued, self.settled, self.finished, self._seen = stream, True, True, []
-        self._finish = self._release = self._on_words = self.flight = None
+        self._queued, self.settled, self.finished, self._seen, self.flight = stream, True, True, [], None
 
     def await_words(self) -> list[int]:
         """The ranks' status words: waits for encode plus one small message, never for the payload. Any number of threads at once."""
@@ -139,6 +137,22 @@ class Pending:
     def abandoned(self) -> bool:
         """The caller dropped his handle without waiting."""
         return self.handle is not None and self.handle() is None
+
+
+class _OfFlight(Pending):
+    """What a flight does is asked of it when it is needed: of most calls that are known, never."""
+
+    def _look(self) -> list[int] | None:
+        return self._words.at_once()
+
+    def _finish(self) -> None:
+        self._payload_work.finish()
+
+    def _on_words(self, words: list[int]) -> None:
+        self._payload_work.on_words(words)
+
+    def _release(self) -> None:
+        self._payload_work.release()
 
 
 class ZipWork(dist.Work):

@@ -88,7 +88,7 @@ def gpu(request, monkeypatch, library):
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: stream(handle))
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: stream(0))
     monkeypatch.setattr(streams, "_objects", {})
-    monkeypatch.setattr(streams, "_raw_current", lambda index: gpu.current)
+    monkeypatch.setattr(streams, "of_device", lambda index: gpu.current)
     monkeypatch.setattr(streams, "is_capturing", lambda: False)
     monkeypatch.setattr(streams, "On", On)
     monkeypatch.setattr(streams, "copy", lambda target, offset, source: gpu.queue("copy"))

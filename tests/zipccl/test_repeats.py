@@ -79,6 +79,17 @@ def test_known_calls_are_one_call_of_c_and_end_by_another(gpu, live, many, op):
 
 
 @ONE_CALL
+@pytest.mark.parametrize("op", AGAIN)
+def test_what_ends_at_once_leaves_the_others_in_flight(gpu, live, many, op):
+    many(op, 0, 1, 2)
+    assert many(op, 0, 1, 2) == (3, 3)
+    works, state = [begin(gpu, live, op, 7) for _ in range(3)], live.state(live.group, GPU)
+    for i, work in enumerate(works, 1):
+        end(gpu, work, 7)
+        assert state.in_flight == [other._pending for other in works[i:]]
+
+
+@ONE_CALL
 def test_a_call_after_a_long_time_is_not_late(gpu, live, many, monkeypatch):
     """Whoever looks when its kernels are queued, and nothing else is known of it yet, must not take it for the flight's last one."""
     assert many("reduce_scatter_tensor", 0) == (1, 1)

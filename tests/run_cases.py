@@ -116,9 +116,10 @@ class Run:
 
 
 def shortened(text: str, num_lines: int) -> list[str]:
-    """The end of a traceback, the beginning of a stack that a signal has had written: there the innermost call is first."""
+    """The end of a traceback; of the stacks that a signal has had written the case's own thread, where the innermost call is first."""
     lines = text.strip().splitlines()
-    return lines[:num_lines] if any("most recent call first" in line for line in lines) else lines[-num_lines:]
+    own = next((i for i, line in enumerate(lines) if line.startswith("Current thread")), None)
+    return lines[-num_lines:] if own is None else lines[:1] + lines[own + 1:own + num_lines]
 
 
 def build_libraries(device: str) -> None:
@@ -152,13 +153,14 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default=os.environ.get("ZIPSCAPE_TEST_DEVICE", "cpu"))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seconds", type=float, help="nothing new begins after so many; it is left out")
-    parser.add_argument("--case-seconds", type=float, default=90, help="of each case, whatever others took; collectives have 60")
+    parser.add_argument("--case-seconds", type=float, help="of each case, whatever others took; else 60, and 60 more for each job")
     parser.add_argument("--jobs", type=int, default=1, help="modules beside each other")
     parser.add_argument("--json", metavar="FILE", help="written anew after every module")
     parser.add_argument("--log", metavar="FILE", default=os.devnull, help="what ranks print; else it is dropped")
     parser.add_argument("--lines", type=int, default=6, help="of a failed rank's traceback")
     parser.add_argument("--revision", default=revision(), help="of a copy that git does not know")
     options = parser.parse_args(words)
+    options.case_seconds = options.case_seconds or 60 + 60 * options.jobs
     options.words = sys.argv[1:] if words is None else words
     # All that is imported from here on, and all ranks, see this.
     os.environ["ZIPSCAPE_TEST_DEVICE"] = options.device

@@ -127,6 +127,13 @@ def test_every_case_is_run_at_some_number_of_ranks():
     assert MODULE not in modules and not {"tests.zipccl.triton_cases", "tests.zipccl.parity_cases"} & {*modules}
 
 
+def test_of_stacks_the_cases_own_thread_is_shown():
+    first = "(most recent call first):"
+    stacks = f"was ended\nThread 0x1 {first}\n  a\n  b\n\nCurrent thread 0x2 {first}\n  case\n  main\n  up"
+    assert run_cases.shortened(stacks, 3) == ["was ended", "  case", "  main"]
+    assert run_cases.shortened("Traceback (most recent call last):\n  a\nError: b\n", 2) == ["  a", "Error: b"]
+
+
 def test_names_are_of_modules_or_paths_and_wrong_ones_end_the_run():
     asked = run_cases.asked_for(["tests/helpers/ending_cases.py:case_sum", f"{MODULE}:case_fine,case_sum"], 2, "cpu")
     assert asked == {MODULE: ("case_sum", "case_fine")}

@@ -54,7 +54,7 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         self.flow = Flow(flats, init_optimizer.params, transport)
         init_optimizer.attach(self.flow)
         self._announce_memory()
-        self._is_flushed = self._are_old = False            # _are_old: gradients that have entered the residuals
+        self._is_flushed = self._are_old = self._has_gradients = False      # _are_old: gradients that have entered the residuals
         self._to_finish = None                              # "plain" or "universal": a load whose part for all ranks together is to come
         self._loaded_record, self._loaded_step = None, 0
         self.is_load_finished_later = False
@@ -105,6 +105,7 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
             raise ConfigError(describe("SCAPE does not take sparse gradients", got=f"one of {self.param_names[param]}",
                                        todo="set sparse=False on the embedding"))
         group, offset = self._place_of[param]
+        self._has_gradients = True                          # since the last step
         self.fresh_gradients[group].narrow(0, offset, param.numel()).add_(param.grad.view(-1) if param.grad.is_contiguous()
                                                                           else param.grad.reshape(-1))
         param.grad = None
@@ -123,6 +124,15 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         if self._are_old and not self.flow.uses_gradients:
             self._fresh.zero_()
             self._are_old = False
+
+    def zero_grad(self, set_to_none=True):
+        """Drops what was collected since the last step, so that a script can go on after a backward pass that failed, as with stock
+        ZeRO 1. (The engine calls this after each step too, when there is nothing to drop.)"""
+        super().zero_grad(set_to_none)
+        if self._has_gradients:
+            self.flow.settle()
+            self._fresh.zero_()
+            self._has_gradients = False
 
     def reduce_gradients(self, pipeline_parallel=False):
         self.overlapping_partition_gradients_reduce_epilogue()
@@ -154,7 +164,7 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         self._clear_gradients()                             # of the step before, if none came since
         result = self.flow.step(self.fresh_gradients, max_norm=self.clip_grad, loss_scale=self.loss_scale,
                                 may_overwrite=True)
-        self._are_old = True
+        self._are_old, self._has_gradients = True, False
         self._clear_gradients()
         self.overflow = not result.applied
         self._update_scale(self.overflow)

@@ -153,3 +153,34 @@ def case_boundaries_set_by_hand(rank, world_size):
     assert flow.num_steps == 3 and not any(fresh.any() for fresh in engine.optimizer.fresh_gradients)
     check_copies(engine)
     engine.destroy()
+
+
+def case_what_is_dropped_leaves_nothing(rank, world_size):
+    """A backward pass that fails half-way, and one without a step, then zero_grad(): the next steps are as if neither had been."""
+    for stage, offload in ((1, {"ahead": True}), (2, False)):
+        engine = initialize(settings(stage, gradient_clipping=0.0, optimizer={"params": {"offload": offload}}))
+        losses, _ = train_beside_simulation(engine, 3)
+        failing = engine.module.layers[0].weight.register_hook(lambda gradient: 1 // 0)
+        tokens = torch.zeros(3, 6, dtype=torch.long, device=engine.device)
+        try:
+            engine.backward(engine(tokens, True))
+        except ZeroDivisionError:
+            assert any(fresh.any() for fresh in engine.optimizer.fresh_gradients), "it failed too early to leave anything"
+        else:
+            raise AssertionError("the backward pass did not fail")
+        failing.remove()
+        engine.optimizer.zero_grad()
+        assert not any(fresh.any() for fresh in engine.optimizer.fresh_gradients)
+        train_beside_simulation_from_here(engine, 1, 3)
+        engine.backward(engine(tokens, True))
+        engine.optimizer.zero_grad()
+        train_beside_simulation_from_here(engine, 1, 4)
+        assert engine.optimizer.ahead_counts == ({"ahead_taken": 4} if offload else None), engine.optimizer.ahead_counts
+        other = initialize(settings(stage, gradient_clipping=0.0, optimizer={"params": {"offload": offload}}))
+        assert [micro_step(other, number) for number in range(3)] == losses
+        for number in (3, 4):
+            micro_step(other, number)
+        for a, b in zip(engine.optimizer.bit16_groups_flat, other.optimizer.bit16_groups_flat, strict=True):
+            assert_same_bits(a, b, "weights")
+        engine.destroy()
+        other.destroy()

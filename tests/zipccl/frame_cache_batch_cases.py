@@ -84,6 +84,7 @@ def at_once(case, num_runs: int = 1):
 
 case_one_encode_for_many_gathers = at_once(frame_cache_cases.case_one_encode_for_many_gathers)
 case_overflow_on_one_rank = at_once(frame_cache_cases.case_overflow_on_one_rank)
+case_no_memory_on_one_rank = at_once(frame_cache_cases.case_no_memory_on_one_rank)
 case_unannounced_writes_found_later = at_once(frame_cache_cases.case_unannounced_writes_found_later)
 case_one_sided_many_gathers = at_once(frame_cache_one_sided_cases.case_one_encode_for_many_gathers)
 case_one_sided_like_an_earlier_one = at_once(frame_cache_one_sided_cases.case_gathers_like_an_earlier_one)
@@ -309,6 +310,26 @@ def case_a_frame_that_grows_beyond_the_bound_costs_no_other_than_it_must(rank, w
             world.gather()
             assert [slot.reason for slot in world.cache.slots] == ["max_cache_bytes", None, None, None]
             assert world.stats.held_bytes <= world.stats.max_bytes and seen.num_runs == step + 1
+        world.close()
+
+
+def case_a_rank_alone_refuses_what_others_make_in_their_batch(rank, world_size):
+    """Words are each slot's own, whatever else a rank's batch is of: the frame of that one is dropped everywhere, and comes back."""
+    with Counting() as seen:
+        world = World(world_size, (5000, 6000, 70_001, 40_000))
+        world.gather()
+        bound = world.stats.max_bytes
+        for step in range(9):
+            full = step % 3 == 1
+            world.stats.max_bytes = world.stats.held_bytes - 1 if full and rank == 1 else bound
+            makes(world, 100 + 10 * step, {(2, 0): 2.0} if step == 4 else None)          # shard 2 overflows on the other rank just then
+            world.gather()
+            assert [slot.reason for slot in world.cache.slots] == ["max_cache_bytes" if full else None, None, None, None], step
+            held = [None] * world_size
+            dist.all_gather_object(held, [slot.held_bytes for slot in world.cache.slots])
+            assert all(each == held[0] for each in held), held
+            world.gather()
+        assert seen.num_runs == 9
         world.close()
 
 

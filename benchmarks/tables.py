@@ -135,6 +135,8 @@ class Plan:
     def _steps(self, tokens: str) -> Iterator[Part]:
         models, tokens = (("tiny",), "256") if self._small else (("1.3b", "350m"), tokens)
         for model, transport, kind in itertools.product(models, self._transports("sockets", "host", "as_is"), KINDS):
+            if kind == "zeropp" and not self._on_gpu:       # DeepSpeed has its operations on GPUs only
+                continue
             stage, runs, environment, limit = KINDS[kind]
             if transport != "as_is":                # one-sided calls do not ask NCCL what they may use
                 runs = runs.replace("one_sided,", "")

@@ -1,5 +1,7 @@
 """Which machine, versions, command and date a result belongs to: the "meta" of every report and benchmark."""
+import errno
 import json
+import os
 import platform
 from datetime import datetime, timezone
 from importlib import metadata
@@ -31,8 +33,23 @@ def write_json(path: str | Path, data: dict, *, command: str) -> None:
     try:
         Path(path).write_text(text)
     except OSError as error:
-        raise ConfigError(describe("the results cannot be written", got=error.strerror, where=str(path),
-                                   todo="make its folder, or name another file")) from None
+        raise _cannot_be_written(path, error.strerror) from None
+
+
+def check_files(args, *names: str) -> None:
+    """Before anything is measured: ConfigError for the first attribute of ``args`` among ``names`` whose file cannot be written. Those that
+    are None or not there are left out; nothing is made."""
+    for path in filter(None, (getattr(args, name, None) for name in names)):
+        file = Path(path)
+        problem = (errno.ENOENT if not file.parent.is_dir() else errno.EISDIR if file.is_dir()
+                   else 0 if os.access(file if file.exists() else file.parent, os.W_OK) else errno.EACCES)
+        if problem:
+            raise _cannot_be_written(path, os.strerror(problem))
+
+
+def _cannot_be_written(path: str | Path, problem: str) -> ConfigError:
+    return ConfigError(describe("the results cannot be written", got=problem, where=str(path),
+                                todo="make its folder, or name another file"))
 
 
 def _cpu_name() -> str:

@@ -4,6 +4,7 @@ import sys
 
 from ds_scape.cli import estimate, report
 from zipscape.errors import ZipScapeError
+from zipscape.machine import check_files
 
 COMMANDS = {"estimate": estimate, "report": report}
 
@@ -16,6 +17,7 @@ def main(argv: list[str] | None = None) -> int:
         module.add_arguments(commands.add_parser(name, help=module.HELP, description=module.DESCRIPTION))
     args = parser.parse_args(argv)
     try:
+        check_files(args, "json")
         return COMMANDS[args.command].run(args)
     except ZipScapeError as error:
         print(f"ds_scape: {error}", file=sys.stderr)

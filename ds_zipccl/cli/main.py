@@ -4,6 +4,7 @@ import sys
 
 from ds_zipccl.cli import bench, estimate, report
 from zipscape.errors import ZipScapeError
+from zipscape.machine import check_files
 
 COMMANDS = {"bench": bench, "estimate": estimate, "report": report}
 
@@ -17,6 +18,7 @@ def main(argv: list[str] | None = None) -> int:
         module.add_arguments(commands.add_parser(name, help=module.HELP, description=module.HELP))
     args = parser.parse_args(argv)
     try:
+        check_files(args, "json", "markdown")
         return COMMANDS[args.command].run(args)
     except ZipScapeError as error:
         print(f"ds_zipccl: {error}", file=sys.stderr)

@@ -4,6 +4,7 @@ import json
 import pytest
 import torch
 
+from ds_zipccl.cli import bench
 from ds_zipccl.cli import report as cli_report
 from ds_zipccl.cli.main import main
 from ds_zipccl.kernels import loader
@@ -96,6 +97,16 @@ def test_a_report_that_cannot_be_written_is_one_clear_error(tmp_path, capsys):
     assert main(["report", "--json", str(path)]) == 2
     assert capsys.readouterr().err == (f"ds_zipccl: the results cannot be written. Got: No such file or directory. Where: {path}. "
                                        "What to do: make its folder, or name another file.\n")
+
+
+@pytest.mark.parametrize("flag", ["--json", "--markdown"])
+def test_a_benchmark_measures_nothing_for_a_file_that_cannot_be_written(tmp_path, capsys, monkeypatch, flag):
+    monkeypatch.setattr(bench, "run", lambda args: pytest.fail("measured"))
+    for path, words in ((tmp_path / "nowhere" / "x", "No such file"), (tmp_path, "Is a directory")):
+        assert main(["bench", "collectives", "--ranks", "2", flag, str(path)]) == 2
+        assert words in capsys.readouterr().err and not (tmp_path / "nowhere").exists()
+    monkeypatch.setattr(bench, "run", lambda args: 0)
+    assert main(["bench", "collectives", "--ranks", "2", flag, str(tmp_path / "x")]) == 0 and not (tmp_path / "x").exists()
 
 
 def test_activation_that_does_not_work_has_its_reason(tmp_path, monkeypatch):

@@ -48,12 +48,14 @@ class ZippedCollectives(NativeCollectives):
             return native()
         in_place = data is output
         output = front.detached(output)
-        work = front.run(self.zipccl, Call(op, output, output if in_place else front.detached(data), pg, **fields))
+        is_later = self.zipccl_later is not None and op == "reduce_scatter_tensor"
+        call = Call(op, output, output if in_place else front.detached(data), pg, **fields)
+        work = front.run(self.zipccl, call, waits=not (async_op or is_later))
         if work is None:
             return native()
         if async_op:
             return work
-        if self.zipccl_later is not None and op == "reduce_scatter_tensor":
+        if is_later:
             self.zipccl_later.append(work)
         else:
             work.wait()

@@ -13,14 +13,16 @@ from ds_zipccl.collectives.native_calls import key_of
 from ds_zipccl.collectives.native_launch import ASK
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.runtime import Runtime
+from ds_zipccl.collectives.work import Waiter
 
 SPECS = specs(internal=True)
 
 
-def run(runtime: Runtime, call: Call, native: Callable[[Call], object] | None = None):
+def run(runtime: Runtime, call: Call, native: Callable[[Call], object] | None = None, waits: bool = False):
     """Launches ``call`` zipped and returns its Work (contract: collectives/work.py). Or counts it with the reason, and returns the Work of
     ``native(call)``, torch's own asynchronous collective, or of what does the same in less time (collectives/native_launch.py); or None
-    without ``native``: the front calls its native collective then.
+    without ``native``: the front calls its native collective then. ``waits``: the caller will wait for the call at once, and asks for no
+    more than ``wait()``.
 
     ``call.op`` is a registered collective. All ranks of the group must call this in the same order, also for calls that go native. A front
     that has no Call yet may ask ``runtime.native_calls.find``, which is what this begins with: see there why it is so short.
@@ -40,7 +42,7 @@ def run(runtime: Runtime, call: Call, native: Callable[[Call], object] | None = 
                 result = native(call)
             known.add(call.reduce_op, call.root)
             return result
-    work = runtime.again(call)
+    work = runtime.again(call, None, Waiter) if waits else runtime.again(call)
     if work is not None:
         return work
     if isinstance(call.input, tuple) and not (call.inputs or call.outputs):

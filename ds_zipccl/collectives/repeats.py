@@ -20,7 +20,7 @@ from ds_zipccl.collectives.launch import Kind
 from ds_zipccl.collectives.registry import Call
 from ds_zipccl.collectives.switch import MAX_SIZES
 from ds_zipccl.collectives.symmetric import SymmetricWork
-from ds_zipccl.collectives.work import Pending, ZipWork
+from ds_zipccl.collectives.work import Pending, Waiter, ZipWork
 from ds_zipccl.kernels.launch_calls import NOT_SO, refused
 
 MAX_KNOWN = 4096
@@ -77,9 +77,9 @@ class Repeats:
         self._known: dict[tuple, Repeat] = {}
         self._look_calls, self.num_again = look_calls, 0
 
-    def again(self, call: Call, known: Repeat | None = None) -> ZipWork | None:
+    def again(self, call: Call, known: Repeat | None = None, handle: type[Waiter] = ZipWork) -> Waiter | None:
         """Launches the call, and counts it, where nothing but to queue it is to be done; None: ask ``launch``, nothing has happened.
-        ``known``: from ``known_as`` for such a call; by default the one that was remembered."""
+        ``known``: from ``known_as`` for such a call; by default the one that was remembered. ``handle``: what to make of it."""
         data, out = call.input, call.output
         try:
             known = known or self._known.get((call.op, data.numel(), data.dtype, id(call.group)))
@@ -135,9 +135,9 @@ class Repeats:
         reading = box.begun(count, known.stream)
         if code:
             refused(code)
-        return self._launched(known, call, flight, measured, reading, count)
+        return self._launched(known, call, flight, measured, reading, count, handle)
 
-    def _launched(self, known: Repeat, call: Call, flight: Flight, measured, reading, count: int) -> ZipWork:
+    def _launched(self, known: Repeat, call: Call, flight: Flight, measured, reading, count: int, handle) -> Waiter:
         """Everything is queued; what follows from that."""
         state = known.state
         flight.repeated(call, reading)
@@ -151,7 +151,7 @@ class Repeats:
             state.capacities[known.name] = state.capacities.pop(known.name)         # the one used last
         pending = Pending.of_flight(flight, state, count)
         state.add(pending)
-        work = ZipWork.of(pending, state)
+        work = handle.of(pending, state)
         self.num_again += 1
         flight.launched_at = time.monotonic()
         if known.count is not None:

@@ -155,17 +155,12 @@ class _OfFlight(Pending):
         self._payload_work.release()
 
 
-class ZipWork(dist.Work):
-    """The handle of an asynchronous zipped call.
-
-    ``wait()`` returns when the output is ready to be used on the current stream (CPU: filled). It may block the host
-    for the encode of all ranks and one 4-byte message; on a GPU never for the payload, but for an all_reduce's first phase. Handles may
-    be waited for in any order, on any rank, with anything else in between. The handle keeps input, output and scratch alive until then; a
-    dropped handle is completed by the next call on the group. ``get_future()``: completed by a thread of the group's.
-    """
+class Waiter:
+    """What ``ZipWork`` does, for who waits for a call himself and hands it to nobody: an object of torch's class takes longer to make than
+    all else that a known call leaves to be written down."""
 
     @classmethod
-    def of(cls, pending: Pending, state) -> "ZipWork":
+    def of(cls, pending: Pending, state) -> "Waiter":
         self = cls()
         self._pending, self._state = pending, state
         pending.handle = weakref.ref(self)
@@ -181,6 +176,16 @@ class ZipWork(dist.Work):
             raise pending.failure
         pending.join()
         return True
+
+
+class ZipWork(Waiter, dist.Work):
+    """The handle of an asynchronous zipped call.
+
+    ``wait()`` returns when the output is ready to be used on the current stream (CPU: filled). It may block the host
+    for the encode of all ranks and one 4-byte message; on a GPU never for the payload, but for an all_reduce's first phase. Handles may
+    be waited for in any order, on any rank, with anything else in between. The handle keeps input, output and scratch alive until then; a
+    dropped handle is completed by the next call on the group. ``get_future()``: completed by a thread of the group's.
+    """
 
     def is_completed(self) -> bool:
         if not self._pending.finished and self._pending.ready:

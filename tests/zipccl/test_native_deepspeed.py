@@ -1,5 +1,6 @@
 """DeepSpeed's methods are left out of a known native call where they do nothing but call torch's functions, and there alone."""
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +73,24 @@ def test_known_calls_pass_by_them(cdb, async_op, monkeypatch):
         seen.clear()
     rows = cdb.zipccl.stats.snapshot()
     assert {op: sum(row["native_reasons"].values()) for op, row in rows.items()} == dict.fromkeys(LAUNCHES, 3)
+
+
+def test_only_who_gets_a_handle_asks_for_one(cdb, monkeypatch):
+    asked, waited, whole, part = [], [], torch.zeros(8), torch.ones(2)
+
+    def run(runtime, call, native=None, waits=False):
+        asked.append(waits)
+        return SimpleNamespace(wait=lambda: waited.append(call.op))
+
+    monkeypatch.setattr(deepspeed_comm.front, "run", run)
+    cdb.all_gather_into_tensor(whole, part)
+    assert cdb.all_gather_into_tensor(whole, part, async_op=True) is not None
+    with deepspeed_comm.waiting_later() as works:
+        cdb.reduce_scatter_tensor(part, whole)
+        cdb.all_gather_into_tensor(whole, part)
+    cdb.reduce_scatter_tensor(part, whole)
+    assert asked == [True, False, False, True, True] and len(works) == 1
+    assert waited == ["all_gather_into_tensor"] * 2 + ["reduce_scatter_tensor"]
 
 
 def test_reductions_of_deepspeeds_own_kind(cdb):

@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_zipccl.backend import front
 from ds_zipccl.codec.format import OVERFLOW_BIT, SPILL_SHIFT
 from ds_zipccl.collectives import capacity, flight, group_state, nccl_direct, one_sided, payload_watch, streams
 from ds_zipccl.collectives.cost import Costs, Curve
 from ds_zipccl.collectives.one_sided import Router
 from ds_zipccl.collectives.registry import specs
 from ds_zipccl.collectives.runtime import Runtime
+from ds_zipccl.collectives.work import Waiter, ZipWork
 from ds_zipccl.config import ZipcclConfig
 from tests.zipccl.stream_stand_in import (
     AGAIN,
@@ -87,6 +89,27 @@ def test_what_ends_at_once_leaves_the_others_in_flight(gpu, live, many, op):
     for i, work in enumerate(works, 1):
         end(gpu, work, 7)
         assert state.in_flight == [other._pending for other in works[i:]]
+
+
+@ONE_CALL
+@pytest.mark.parametrize("op", AGAIN)
+def test_who_waits_at_once_gets_no_work_of_torchs(gpu, live, many, op):
+    many(op, 0)
+    before, state = live.repeats.num_again, live.state(live.group, GPU)
+
+    def run(**how):
+        return front.run(live, call_of(op, live.group), **how)
+
+    end(gpu, work := run(waits=True), 7)
+    assert type(work) is Waiter and not state.in_flight and live.repeats.num_again == before + 1
+    end(gpu, work := run(), 7)
+    assert type(work) is ZipWork and isinstance(work, dist.Work)
+    run(waits=True)                                                     # nobody keeps it
+    end(gpu, run(waits=True), 7)
+    assert not state.in_flight
+    gpu.word = OVERFLOW_BIT | 200 << SPILL_SHIFT
+    end(gpu, run(waits=True), 7)
+    assert live.stats.snapshot()[op]["overflows"] == 1 and live.repeats.num_again == before + 5
 
 
 @ONE_CALL

@@ -94,7 +94,7 @@ class Run:
         if outcome.kind != "passed":
             row["texts"] = outcome.texts
         if outcome.kind == "left out":
-            lines[0] += f": {outcome.texts[0]}"
+            lines[0] += f": {outcome.texts[0].partition(': ')[2]}"
         if outcome.kind == "failed":
             for rank, text in enumerate(outcome.texts):
                 lines += [f"    rank {rank}: {line[:300]}" for line in shortened(text, self.options.lines) if text != "ok"]
@@ -166,6 +166,8 @@ def main(words: list[str] | None = None) -> int:
     os.environ["ZIPSCAPE_TEST_DEVICE"] = options.device
     os.environ.setdefault("ZIPCCL_MAILBOX_LAG", "1")        # as in tests/zipccl/conftest.py
     importlib.import_module("tests.conftest")
+    if options.device == "cuda" and not importlib.import_module("torch").cuda.device_count():
+        raise SystemExit("torch sees no GPU here")
     build_libraries(options.device)
     asked, run = asked_for(options.names, options.ranks, options.device), Run(options)
     run.write()                                             # where that cannot be, it is told now

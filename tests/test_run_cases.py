@@ -59,7 +59,7 @@ def test_what_is_left_out_is_counted_and_never_passed(run):
     status, rows, printed = run("case_left_out", "case_sum")
     assert status == 0 and [row["outcome"] for row in rows.values()] == ["left out", "passed"]
     assert rows["case_left_out"]["texts"] == ["left out: needs a third hand"] * 2
-    assert "case_left_out: left out: needs a third hand" in printed and "1 passed, 0 failed, 1 left out" in printed
+    assert ":case_left_out: needs a third hand" in printed and "1 passed, 0 failed, 1 left out" in printed
     status, rows, _ = run("case_left_out_on_rank_1", "case_sum")
     assert status == 1 and [row["outcome"] for row in rows.values()] == ["failed", "passed"]
 
@@ -134,12 +134,17 @@ def test_of_stacks_the_cases_own_thread_is_shown():
     assert run_cases.shortened("Traceback (most recent call last):\n  a\nError: b\n", 2) == ["  a", "Error: b"]
 
 
-def test_names_are_of_modules_or_paths_and_wrong_ones_end_the_run():
+def test_names_are_of_modules_or_paths_and_wrong_ones_end_the_run(monkeypatch):
     asked = run_cases.asked_for(["tests/helpers/ending_cases.py:case_sum", f"{MODULE}:case_fine,case_sum"], 2, "cpu")
     assert asked == {MODULE: ("case_sum", "case_fine")}
     with pytest.raises(SystemExit, match="has no case_of_nobody"):
         run_cases.asked_for([f"{MODULE}:case_of_nobody"], 2, "cpu")
     assert run_cases.asked_for([MODULE], 2, "cpu")[MODULE] == ranks.case_names(MODULE)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("ZIPSCAPE_TEST_DEVICE", "cpu")       # the run sets it: undone by this
+    monkeypatch.setenv("ZIPCCL_MAILBOX_LAG", "1")
+    with pytest.raises(SystemExit, match="no GPU"):
+        run_cases.main(["--device", "cuda"])
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2, 4])

@@ -20,7 +20,7 @@ from tests.zipccl.collective_repeat_cases import OPS, begin_ours, call_and_resul
 ON_THE_HOST = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "item", "masked_select", "_unique2", "repeat_interleave"}
 #: Status words, which lie in host memory (words.py; mailbox.py: a CPU's own), and those of cached frames, once a step and on a stream of
 #: their own (frame_cache.py).
-KNOWN = {"collectives/words.py", "collectives/mailbox.py", "collectives/frame_cache.py"}
+KNOWN = {"collectives/words.py", "collectives/mailbox.py", "collectives/frame_words.py"}
 KNOWN_ON_A_CPU = KNOWN | {"collectives/frame_guard.py"}         # compares at once there
 
 

@@ -3,6 +3,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.collectives import one_sided
+from tests.helpers.ranks import LeftOut
 from tests.zipccl.collective_helpers import AG, RS, runtime
 from tests.zipccl.collective_one_sided_cases import ways_taken
 from tests.zipccl.one_sided_stand_in import LARGE, ONE_SIDED, SLOW, measured_at_three_sizes, opened_with_memory
@@ -23,7 +24,7 @@ def case_a_rank_without_memory(rank, world):
     """When an engine is made: then no rank has any, all go the other ways, and say why. Measured again, with memory, it is taken; it is
     given back when nothing gains by it."""
     if ONE_SIDED:
-        return                                              # the memory is real there
+        raise LeftOut("symmetric memory is real here")
     is_full = [rank == world - 1]
     ways = [(100, SLOW, 50), (100, SLOW, 50), (100, 50, 70), (100, SLOW, 50)]
     with (measured_at_three_sizes(lambda size, turn: ways[min(turn, 3)]), opened_with_memory(lambda: not is_full[0]) as held,
@@ -46,7 +47,7 @@ def case_a_rank_without_memory(rank, world):
 def case_what_others_may_need_is_left(rank, world):
     """While a rank has not LEFT_FREE times as much besides, nobody allocates."""
     if ONE_SIDED:
-        return
+        raise LeftOut("symmetric memory is real here")
     kept, needed = one_sided.free_bytes, (1 + one_sided.LEFT_FREE) << 25
     try:
         with (measured_at_three_sizes(lambda size, turn: (100, SLOW, 50)), opened_with_memory(lambda: True) as held,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from ds_zipccl.codec import dtypes
 from ds_zipccl.codec.format import VERSION as FORMAT_VERSION
@@ -146,7 +146,8 @@ def run(args) -> int:
 
 
 def _print_run(console: Console, path: str, run: dict) -> None:
-    table = Table("collective", "zipped", "native", "raw bytes", "wire bytes", "ratio", "overflows", "native because",
+    names = ("collective", "zipped", "native", "raw bytes", "wire bytes", "ratio", "overflows", "native because")
+    table = Table(*(Column(name, overflow="fold") for name in names),           # nothing is cut off in a narrow terminal
                   title=f"{path}: {run['steps']} steps", title_justify="left")
     for op, row in run["ops"].items():
         table.add_row(op, *(str(row[key]) for key in ("calls_zipped", "calls_native", "raw_bytes", "wire_bytes")),

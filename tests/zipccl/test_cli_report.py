@@ -72,6 +72,7 @@ def test_what_a_run_did(tmp_path, capsys):
     assert f"all_gather_into_tensor bfloat16 from {4 << 20} bytes on" in printed and "broadcast bfloat16 never" in printed
     assert run["symmetric_memory"] == {"0": 1 << 30} and f"symmetric memory, group 0: {1 << 30} bytes on each GPU" in printed
     assert "zipped 3.5 ms, native 2.5 ms: all calls go native" in printed
+    assert "…" not in printed.partition("log.jsonl")[2], "a name that was cut off"
     assert list(run["switch_times"]["0"]) == ["broadcast bfloat16", "all_gather_into_tensor bfloat16"]
     assert f"all_gather_into_tensor bfloat16, {1 << 20} bytes, us: native 1.5, zipped None, native back to back 5" in printed
     file.write_text("[]\n")

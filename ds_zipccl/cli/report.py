@@ -162,7 +162,8 @@ def _print_run(console: Console, path: str, run: dict) -> None:
         console.print(f"  symmetric memory, group {group}: {num_bytes} bytes on each GPU")
     for group, decisions in run["switch"].items():
         for calls, num_bytes in decisions.items():
-            console.print(f"  switch, group {group}: {calls} " + ("never" if num_bytes is None else f"from {num_bytes} bytes on"))
+            first = "never" if num_bytes is None else f"zipped at {num_bytes} bytes, the smallest"
+            console.print(f"  switch, group {group}: {calls} {first}")
         for calls, times in run["switch_times"].get(group, {}).items():
             for i, size in enumerate(times["bytes"]):
                 ways = (f"{way.replace('_burst', ' back to back')} {us[i]}" for way, us in times.items() if way != "bytes")

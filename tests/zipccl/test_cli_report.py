@@ -69,7 +69,7 @@ def test_what_a_run_did(tmp_path, capsys):
     assert run["ops"]["broadcast"]["native_reasons"] == {"dtype": 2} and run["ops"]["broadcast"]["raw_bytes"] == 100
     assert run["switch"] == {"0": {"all_gather_into_tensor bfloat16": 4 << 20, "broadcast bfloat16": None}}
     printed = " ".join(capsys.readouterr().out.split())
-    assert f"all_gather_into_tensor bfloat16 from {4 << 20} bytes on" in printed and "broadcast bfloat16 never" in printed
+    assert f"all_gather_into_tensor bfloat16 zipped at {4 << 20} bytes, the smallest" in printed and "broadcast bfloat16 never" in printed
     assert run["symmetric_memory"] == {"0": 1 << 30} and f"symmetric memory, group 0: {1 << 30} bytes on each GPU" in printed
     assert "zipped 3.5 ms, native 2.5 ms: all calls go native" in printed
     assert "…" not in printed.partition("log.jsonl")[2], "a name that was cut off"

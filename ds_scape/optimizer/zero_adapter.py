@@ -126,13 +126,13 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
             self._are_old = False
 
     def zero_grad(self, set_to_none=True):
-        """Drops what was collected since the last step, so that a script can go on after a backward pass that failed, as with stock
-        ZeRO 1. (The engine calls this after each step too, when there is nothing to drop.)"""
+        """Drops what was collected since the last step, so that a script can go on after a backward pass that failed; earlier micro-steps
+        of the next step are dropped with it, as by stock ZeRO 1. (The engine calls this after each step too, when there is nothing.)"""
         super().zero_grad(set_to_none)
         if self._has_gradients:
             self.flow.settle()
             self._fresh.zero_()
-            self._has_gradients = False
+            self._has_gradients = self.ready_for_gradients = False
 
     def reduce_gradients(self, pipeline_parallel=False):
         self.overlapping_partition_gradients_reduce_epilogue()
@@ -165,6 +165,7 @@ class ScapeZeroOptimizer(stage_1_and_2.DeepSpeedZeroOptimizer):
         result = self.flow.step(self.fresh_gradients, max_norm=self.clip_grad, loss_scale=self.loss_scale,
                                 may_overwrite=True)
         self._are_old, self._has_gradients = True, False
+        self.ready_for_gradients = False                    # a backward pass that failed has left it
         self._clear_gradients()
         self.overflow = not result.applied
         self._update_scale(self.overflow)

@@ -2,7 +2,7 @@
 import argparse
 import sys
 
-from ds_zipccl.cli import bench, estimate, report
+from ds_zipccl.cli import bench, estimate, ranks, report
 from zipscape.errors import ZipScapeError
 from zipscape.machine import check_files
 
@@ -18,7 +18,8 @@ def main(argv: list[str] | None = None) -> int:
         module.add_arguments(commands.add_parser(name, help=module.HELP, description=module.HELP))
     args = parser.parse_args(argv)
     try:
-        check_files(args, "json", "markdown")
+        if ranks.writes_results():              # else a launcher ends the others
+            check_files(args, "json", "markdown")
         return COMMANDS[args.command].run(args)
     except ZipScapeError as error:
         print(f"ds_zipccl: {error}", file=sys.stderr)

@@ -19,6 +19,11 @@ def launched() -> bool:
     return "RANK" in os.environ or _MPI["RANK"] in os.environ
 
 
+def writes_results() -> bool:
+    """Whether this process is rank 0, or nobody has launched ranks: the others' hosts may not even have the folder."""
+    return int(os.environ.get("RANK") or os.environ.get(_MPI["RANK"]) or 0) == 0
+
+
 def run(function: Callable[..., int], ranks: int | None, device: str, *args) -> int:
     """``function(*args)`` in every rank, with the default process group (NCCL or gloo) initialized; the exit status of this process.
 

@@ -105,6 +105,7 @@ class FrameCache:
     def refresh(self) -> None:
         """Encodes the stale slots and launches the exchange of their status words: nothing waits here. Call it where all data has just
         changed, far ahead of the next gather. Slots that were not gathered since they were last encoded lose their frames."""
+        self.settle()                               # what it says of a slot must not come after its drop
         for slot in self.slots:
             if slot.stale and slot.eligible and not slot.used:
                 self._drop(slot, "not_gathered")
@@ -123,6 +124,7 @@ class FrameCache:
         for slot, codec in reserved:
             if slot not in done:
                 self._encode(slot, codec, words[slot.index:slot.index + 1])
+            slot.room = slot.capacity.spill_per_tile, self._ways.level          # with its codec: what fails leaves both
         for slot in stale:
             slot.stale = slot.used = False
         if self.comparisons.tell(words[-1:], self.read):
@@ -195,7 +197,6 @@ class FrameCache:
             slot.frame, slot.print, slot.dirty = None, None, True           # its layout is agreed until all ranks drop it
             self._hold(slot, 0)
             return None
-        slot.room = room
         self._hold(slot, wanted)
         return codec
 

@@ -184,3 +184,26 @@ def case_what_is_dropped_leaves_nothing(rank, world_size):
             assert_same_bits(a, b, "weights")
         engine.destroy()
         other.destroy()
+
+
+def case_a_step_after_a_backward_pass_that_failed(rank, world_size):
+    """What had come of it counts, and nothing of it is left for the next steps: the same bits, whether residuals pass ahead or not."""
+    weights = []
+    for offload in (False, True, {"ahead": True}):
+        engine = initialize(settings(1, gradient_clipping=0.0, optimizer={"params": {"offload": offload}}))
+        for number in range(3):
+            micro_step(engine, number)
+        failing = engine.module.layers[0].weight.register_hook(lambda gradient: 1 // 0)
+        try:
+            engine.backward(engine(torch.full((3, 6), rank, dtype=torch.long, device=engine.device), True))
+        except ZeroDivisionError:
+            assert any(fresh.any() for fresh in engine.optimizer.fresh_gradients), "it failed too early to leave anything"
+        failing.remove()
+        engine.step()
+        for number in range(3, 7):
+            micro_step(engine, number)
+        weights.append([flat.clone() for flat in engine.optimizer.bit16_groups_flat])
+        engine.destroy()
+    for others in weights[1:]:
+        for a, b in zip(weights[0], others, strict=True):
+            assert_same_bits(a, b, "weights")

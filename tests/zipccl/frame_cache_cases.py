@@ -281,3 +281,77 @@ def case_write_of_one_rank_that_does_not_fit(rank, world_size):
     else:
         raise AssertionError("not raised")
     world.close()
+
+
+def agreed(world: World) -> None:
+    """All ranks have the same layouts and reasons."""
+    mine = [(slot.reason, slot.codec and slot.codec.frame_bytes) for slot in world.cache.slots]
+    found = [None] * world.world_size
+    dist.all_gather_object(found, mine)
+    assert all(each == mine for each in found), found
+
+
+def case_no_memory_in_the_middle_of_a_refresh(rank, world_size):
+    """Every rank runs out of it at another shard, all go on: layouts are the same everywhere afterwards, though frames became smaller."""
+    world = World(world_size, (NUMEL,) * 4)
+    slots = world.cache.slots
+
+    def renewed(seed, spread=0.0):
+        for i in range(4):
+            world.write(i, lambda r, i=i: data_of(r, NUMEL, 10 * seed + i, spread))
+        world.cache.changed(slots)
+
+    world.gather()
+    renewed(1, 2.0)
+    world.cache.refresh()
+    world.gather()
+    for seed in range(2, 80):
+        renewed(seed)
+        world.cache.settle()
+        if all(slot.capacity.spill_per_tile != slot.room[0] for slot in slots):
+            break
+        world.cache.refresh()
+        world.gather()
+    else:
+        raise AssertionError("no shard needs less room")
+    encode, num_calls = FrameCache._encode, 0
+
+    def failing(cache, slot, codec, status):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1 + 2 * min(rank, 1):
+            raise torch.OutOfMemoryError("no memory")
+        encode(cache, slot, codec, status)
+
+    FrameCache._encode = failing
+    try:
+        world.cache.refresh()
+        raise AssertionError("no rank ran out of memory")
+    except torch.OutOfMemoryError:
+        pass
+    finally:
+        FrameCache._encode = encode
+    world.cache.changed(slots)
+    world.cache.refresh()
+    world.cache.settle()
+    agreed(world)
+    world.gather()
+    world.close()
+
+
+def case_words_that_one_rank_has_read_before_a_refresh(rank, world_size):
+    """What is not gathered between two refreshes loses its frame on all ranks, also where one has settled in between."""
+    world = World(world_size)
+    world.gather()
+    for seed in (1, 2):
+        for i in range(2):
+            world.write(i, lambda r, i=i, seed=seed: data_of(r, NUMEL, 10 * seed + i))
+        world.cache.changed(world.cache.slots)
+        world.cache.refresh()
+        if rank == 0:
+            world.cache.settle()
+    world.cache.settle()
+    agreed(world)
+    assert [slot.reason for slot in world.cache.slots] == ["not_gathered"] * 2
+    world.gather()
+    world.close()

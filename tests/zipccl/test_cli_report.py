@@ -100,6 +100,16 @@ def test_a_report_that_cannot_be_written_is_one_clear_error(tmp_path, capsys):
                                        "What to do: make its folder, or name another file.\n")
 
 
+@pytest.mark.parametrize("variable", ["RANK", "OMPI_COMM_WORLD_RANK"])
+def test_only_the_rank_that_writes_needs_the_folder(variable, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("ds_zipccl.cli.main.check_files", lambda *names: asked.append(names))
+    for rank in "10":
+        monkeypatch.setenv(variable, rank)
+        main(["report", "--json", str(tmp_path / "report.json")])
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("flag", ["--json", "--markdown"])
 def test_a_benchmark_measures_nothing_for_a_file_that_cannot_be_written(tmp_path, capsys, monkeypatch, flag):
     monkeypatch.setattr(bench, "run", lambda args: pytest.fail("measured"))

@@ -7,8 +7,8 @@ from tests.helpers.ranks import assert_ok, case_names
 
 MODULE = "tests.zipccl.frame_cache_cases"
 ONE_SIDED = "tests.zipccl.frame_cache_one_sided_cases"
-BATCHES = "tests.zipccl.frame_cache_batch_cases"
-CASES, ONE_SIDED_CASES, BATCH_CASES = case_names(MODULE), case_names(ONE_SIDED), case_names(BATCHES)
+BATCHES, RANDOM = "tests.zipccl.frame_cache_batch_cases", "tests.zipccl.frame_cache_random_cases"
+CASES, ONE_SIDED_CASES, BATCH_CASES, RANDOM_CASES = case_names(MODULE), case_names(ONE_SIDED), case_names(BATCHES), case_names(RANDOM)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -26,6 +26,12 @@ def test_one_sided(world_size, case):
 @pytest.mark.parametrize("case", BATCH_CASES)
 def test_all_at_once(case):
     assert_ok(BATCHES, BATCH_CASES, 2, case)
+
+
+@pytest.mark.parametrize("case", RANDOM_CASES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_anything_that_can_happen(world_size, case):
+    assert_ok(RANDOM, RANDOM_CASES, world_size, case)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 3, 127, 128, 129, 1000, 4096, 70001])

@@ -98,8 +98,9 @@ class Comparison:
         self._traces(done)
         for name in done:
             if done[name].times_ms:
-                yield step_rows.row(cell, name, done, first[RUNS[name].engine_key], self._alone,
-                                    self._engines[RUNS[name].engine_key].training.num_parameters)
+                training = self._engines[RUNS[name].engine_key].training
+                row = step_rows.row(cell, name, done, first[RUNS[name].engine_key], self._alone, training.num_parameters)
+                yield row | _ahead(done[name].ahead_before, training.ahead_counts())
             else:
                 self.left_out.append(name)
 
@@ -140,7 +141,7 @@ class Comparison:
         on_gpu, is_silent = training.device == "cuda", RUNS[name].zipccl == SILENT
         if snapshot is not None:
             snapshot.restore()
-        before = training.allocated()
+        before, ahead_before = training.allocated(), training.ahead_counts()
         way = engine.way(name)
         way.enter()
         way.begin_trial(num_steps)
@@ -149,7 +150,7 @@ class Comparison:
             torch.cuda.reset_peak_memory_stats()
         counted = way.runtime.stats.snapshot() if way.runtime else {}
         losses += training.losses(1, first=num_steps - 1)
-        found = Found(losses)
+        found = Found(losses, ahead_before=ahead_before)
         if way.runtime:
             found.ops = per_step(counted, way.runtime.stats.snapshot(), 1)
         if on_gpu:
@@ -198,3 +199,8 @@ class Comparison:
             way.leave()
             if RUNS[name].zipccl == SILENT and engine.snapshot is not None:
                 engine.snapshot.restore()
+
+
+def _ahead(before: dict[str, int] | None, after: dict[str, int] | None) -> dict:
+    """{"ahead": {"ahead_taken": steps, "ahead_not_taken_...": steps}}: of rank 0, in all of the run's steps; nothing without "ahead"."""
+    return {} if after is None else {"ahead": {name: num - before.get(name, 0) for name, num in after.items()}}

@@ -119,6 +119,10 @@ class Training:
             self.step(self.tokens(0))
         return dict(sent)
 
+    def ahead_counts(self) -> dict[str, int] | None:
+        """Of SCAPE with "ahead": this rank's steps so far whose residuals passed behind the backward pass, and others by reason."""
+        return getattr(self.engine.optimizer, "ahead_counts", None)
+
     def settle(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
@@ -144,7 +148,8 @@ class Training:
 
 @dataclass
 class Found:
-    """Of one run on one cell: ``losses`` of its first steps and ``prints`` of the state after them; the rest as in the rows."""
+    """Of one run on one cell: ``losses`` of its first steps and ``prints`` of the state after them; ``ahead_before``: ahead_counts() before
+    these; the rest as in the rows."""
     losses: list[str]
     prints: list[int] = field(default_factory=list)
     times_ms: list[float] = field(default_factory=list)
@@ -154,6 +159,7 @@ class Found:
     ops: dict = field(default_factory=dict)
     sent_bytes: dict = field(default_factory=dict)
     trace: dict | None = None
+    ahead_before: dict[str, int] | None = None
 
     @property
     def step_ms(self) -> float:

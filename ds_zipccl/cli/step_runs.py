@@ -11,17 +11,19 @@ SILENT = "silent"
 @dataclass(frozen=True)
 class Run:
     """``zipccl``: its section; None: native collectives; SILENT: none but small ones. ``equal``: losses must be those of the first run of
-    its engine, at 2 ranks. ``zero``: beside the common settings. Runs with the same ``optimizer`` and ``zero`` share an engine."""
+    its engine, at 2 ranks. ``zero``: beside the common settings of "zero_optimization"; ``config``: beside those of it all.
+    Runs with the same ``optimizer``, ``zero`` and ``config`` share an engine."""
     optimizer: dict
     rival: str | None = None
     zipccl: dict | str | None = None
     equal: bool = False
     stages: tuple[int, ...] = (1, 2, 3)
     zero: dict = field(default_factory=dict)
+    config: dict = field(default_factory=dict)
 
     @property
     def engine_key(self) -> str:
-        return json.dumps([self.optimizer, self.zero], sort_keys=True)
+        return json.dumps([self.optimizer, self.zero, self.config], sort_keys=True)
 
 
 def _scape(density: float, **more) -> dict:
@@ -34,6 +36,8 @@ _TRIED = _ON | {"collectives": "adaptive", "step_trials": True}         # judged
 _LATE = {"overlap_comm": False, "reduce_bucket_size": 500_000_000}
 # Elements: fewer and larger gathers, longer ahead (DeepSpeed's default is 50 million), and half as many reduce-scatters as in other runs.
 _DEEP = {"stage3_prefetch_bucket_size": 200_000_000, "reduce_bucket_size": 100_000_000}
+# Fresh weights' gradients are larger than 1.0 in every step, where DeepSpeed clips if it is not told otherwise; then nothing passes ahead.
+_UNCLIPPED = {"gradient_clipping": 0.0}
 RUNS = {
     "native": Run(_ADAMW),
     "zipped": Run(_ADAMW, "native", _ON, True),
@@ -63,6 +67,8 @@ RUNS = {
        for share, density in ((90, 0.1), (99, 0.01))
        for name, params, section in (("", {}, None), ("_offload", {"offload": True}, None), ("_zipped", {}, _ON),
                                      ("_offload_zipped", {"offload": True}, _ON))},
+    **{f"scape{share}_ahead": Run(_scape(density, offload={"ahead": True}), "adams", None, False, (1, 2), config=_UNCLIPPED)
+       for share, density in ((90, 0.1), (99, 0.01))},
 }
 DEFAULT_RUNS = "native,zipped,again"
 
@@ -94,4 +100,4 @@ def zero_settings(run: Run, stage: int, bucket_size: int) -> dict:
 
 def engine_config(run: Run, stage: int, micro_batch: int, bucket_size: int) -> dict:
     return {"train_micro_batch_size_per_gpu": micro_batch, "bf16": {"enabled": True}, "steps_per_print": 1 << 30,
-            "zero_optimization": zero_settings(run, stage, bucket_size), "optimizer": run.optimizer}
+            "zero_optimization": zero_settings(run, stage, bucket_size), "optimizer": run.optimizer} | run.config

@@ -3,6 +3,7 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from ds_zipccl.cli import step_rows, step_trace
 from ds_zipccl.cli.main import main
 from ds_zipccl.cli.step_rows import gain_alone
+from ds_zipccl.cli.step_runs import RUNS, engine_config
 from ds_zipccl.cli.step_switch import print_of
 
 
@@ -107,6 +109,23 @@ def test_rows_on_two_ranks(tmp_path):
     merged = tmp_path / "merged.json"
     assert main(["bench", "step", "--merge", *[str(tmp_path / "rows.json")] * 2, "--json", str(merged)]) == 0
     assert json.loads(merged.read_text())["rows"] == rows * 2
+
+
+def test_steps_taken_ahead_are_in_the_rows(tmp_path):
+    """All steps are, as nothing is clipped: two first ones, one whose bytes are counted, two rounds of two; the second size's are not
+    counted again."""
+    rows, _ = rows_of(tmp_path, "--cells", "tiny/1/32,64/adams,scape90_offload,scape90_ahead")
+    ahead = [(row["tokens"], row["run"], row["ahead"]) for row in rows if "ahead" in row]
+    assert len(rows) == 6 and ahead == [(32, "scape90_ahead", {"ahead_taken": 7}), (64, "scape90_ahead", {"ahead_taken": 6})]
+
+
+def test_runs_share_an_engine_only_where_all_settings_are_the_same():
+    clipped, free, adams = RUNS["scape90_offload"], RUNS["scape90_ahead"], RUNS["adams"]
+    assert len({run.engine_key for run in (clipped, free, replace(free, config={}), adams)}) == 4
+    assert RUNS["scape90_offload_zipped"].engine_key == clipped.engine_key
+    named = {name for name, run in RUNS.items() if "gradient_clipping" in engine_config(run, 1, 1, 50000)}
+    assert named == {"scape90_ahead", "scape99_ahead"}
+    assert engine_config(free, 1, 1, 50000) == engine_config(replace(free, config={}), 1, 1, 50000) | {"gradient_clipping": 0.0}
 
 
 def test_prints_of_a_state_tell_single_bits():

@@ -70,7 +70,10 @@ class Costs:
         time = math.inf if curve is None else curve.at(num_bytes)
         if not math.isfinite(time):
             return 0.0
-        time += num_bytes * self.native.us_per_byte(num_bytes) * (1 / ratio - 1 / self.ratio)
+        link = self.native.us_per_byte(num_bytes)
+        if native_bytes is not None:            # another collective, which may send its bytes more than once
+            link = min(link, curve.us_per_byte(num_bytes) * self.ratio)
+        time += num_bytes * link * (1 / ratio - 1 / self.ratio)
         return self.native.at(num_bytes if native_bytes is None else native_bytes) / max(time, 1e-3)
 
     def gains(self, num_bytes: int, ratio: float, native_bytes: int | None = None) -> dict[str, float]:

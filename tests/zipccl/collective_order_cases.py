@@ -9,12 +9,12 @@ from itertools import combinations
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.collectives import all_to_all, reduce_scatter, transport
+from ds_zipccl.collectives import all_to_all, reduce_scatter, reduce_scatter_uneven, transport
 from ds_zipccl.collectives.capacity import CALM_AFTER, LAG
 from ds_zipccl.collectives.registry import Call
 from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits
-from tests.zipccl import collective_all_reduce_cases, collective_cases, collective_pair_cases
+from tests.zipccl import collective_all_reduce_cases, collective_cases, collective_pair_cases, collective_parts_cases
 from tests.zipccl.collective_helpers import A2A, AG, RS, begin, payloads_by_torch, runtime
 
 LIMIT_S = 40                            # of a case's calls; alone they take milliseconds, and a deadlock the group's 60 s
@@ -279,6 +279,7 @@ def case_capacities_agree_however_ranks_wait(rank, world):
 def case_exchanges_by_gathers_at_2(rank, world):
     """As two GPUs without a direct link make them: the same bits where all pieces have one size, where they have not, after overflows."""
     gathers, original = [], (all_to_all.exchange_bytes, reduce_scatter.all_gather_bytes)
+    uneven = {name: getattr(reduce_scatter_uneven, name) for name in ("all_gather_bytes", "broadcast_bytes", "exchange_bytes")}
 
     def exchange(received, sent, group, whole=None):
         gathers.append(A2A if whole is not None else "not")
@@ -288,16 +289,27 @@ def case_exchanges_by_gathers_at_2(rank, world):
         gathers.append(RS)
         return original[1](*args)
 
+    def counted(name):
+        def send(*args):
+            gathers.append(name)
+            return uneven[name](*args)
+
+        return send
+
     all_to_all.exchange_bytes, reduce_scatter.all_gather_bytes = exchange, gather
+    for name in uneven:
+        setattr(reduce_scatter_uneven, name, counted(name))
     try:
         with payloads_by_torch():
             transport.PAIRS_GATHER = True
             for case in (collective_pair_cases.case_all_to_all_bits, collective_pair_cases.case_uneven_splits,
                          collective_pair_cases.case_pair_overflows, collective_cases.case_reduce_scatter_bits,
-                         collective_cases.case_reduce_scatter_in_place_with_garbage_padding,
-                         collective_all_reduce_cases.case_all_reduce_bits,
+                         collective_cases.case_reduce_scatter_in_place_with_garbage_padding, collective_parts_cases.case_uneven_bits,
+                         collective_parts_cases.uneven_bytes_of_a_pair, collective_all_reduce_cases.case_all_reduce_bits,
                          collective_all_reduce_cases.case_all_reduce_overflows_in_either_phase):
                 case(rank, world)
     finally:
         all_to_all.exchange_bytes, reduce_scatter.all_gather_bytes = original
-    assert {A2A, RS, "not"} == set(gathers)
+        for name, function in uneven.items():
+            setattr(reduce_scatter_uneven, name, function)
+    assert {A2A, RS, "not", *uneven} == set(gathers)

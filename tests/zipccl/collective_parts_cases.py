@@ -99,6 +99,23 @@ def case_uneven_bytes_are_those_that_are_sent(rank, world):
         assert len(sent) == 6
 
 
+def uneven_bytes_of_a_pair(rank, world):
+    """Where two ranks exchange by an all-gather or a broadcast (``PAIRS_GATHER``): who owns everything sends nothing, and rows that are
+    padded are no more than a tenth longer."""
+    def call(sizes):
+        data = gaussian(sum(sizes), seed=rank)
+        return Call(UNEVEN, torch.empty(sizes[rank], dtype=data.dtype), data.split(sizes), dist.group.WORLD)
+
+    padded = SPEC.wire_bytes(call([40000] * 2))
+    with runtime() as live:
+        for sizes, is_padded in (([40000, 0], False), ([0, 40000], False), ([40000, 38000], True), ([40000, 30000], False)):
+            before, ours = live.stats.snapshot().get(UNEVEN, {"wire_bytes": 0})["wire_bytes"], call(sizes)
+            assert run(live, ours.output, ours.inputs)
+            sent = live.stats.snapshot()[UNEVEN]["wire_bytes"] - before
+            assert sent == (padded if is_padded else SPEC.wire_bytes(ours)), sizes
+            assert sizes[1 - rank] or sent == 4
+
+
 def case_uneven_native_is_the_same_on_exactly_summable_inputs(rank, world):
     ours, theirs = (SPEC.make_call(dist.group.WORLD, 3000, torch.bfloat16, torch.get_default_device()) for _ in range(2))
     with runtime() as live:

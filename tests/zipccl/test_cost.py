@@ -130,6 +130,14 @@ def test_what_wins_must_not_lose_alone_nor_amid_others(single, burst, way):
         burst[1]] * 3
 
 
+def test_bytes_of_another_collective_do_not_count_as_ours():
+    """What two ranks own unevenly, against an all_reduce, which sends everything twice: frames that are 4 % larger than those that were
+    measured cost 4 % of their own time, not of the all_reduce's."""
+    c = Costs(Curve(SIZES, (400.0, 1500.0, 6000.0)), Curve(SIZES, (160.0, 600.0, 2400.0)), 1.41)
+    assert c.gain(16 * MIB, 1.41 / 1.04, 16 * MIB) == pytest.approx(6000 / (2400 * 1.04), rel=0.01)
+    assert c.gain(16 * MIB, 1.41 / 1.04, 8 * MIB) == pytest.approx(c.native.at(8 * MIB) / (2400 * 1.04), rel=0.01)
+
+
 def test_new_costs_change_the_way():
     measured = Measured(three_ways())
     assert measured.way(16 * MIB, 1.41) == ONE_SIDED

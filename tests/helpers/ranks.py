@@ -67,16 +67,25 @@ def gpu_of(rank: int, world_size: int) -> tuple[int, dict[str, str]]:
     return 0, {"NCCL_HOSTID": f"h{rank}", "NCCL_SOCKET_IFNAME": "lo"}
 
 
-def needs_a_gpu_each(case):
-    """The case, left out where ranks share a GPU: no peer's memory is there to write into. On CPUs stand-ins have some."""
+def _left_out_where(is_so: Callable[[int], bool], why: str) -> Callable[[Callable], Callable]:
+    """Marks cases. ``is_so(world_size)``: asked when they run."""
+    def mark(case):
+        @functools.wraps(case)
+        def run(rank: int, world_size: int) -> None:
+            if is_so(world_size):
+                raise LeftOut(why)
+            case(rank, world_size)
 
-    @functools.wraps(case)
-    def run(rank: int, world_size: int) -> None:
-        if DEVICE == "cuda" and torch.cuda.device_count() < world_size:
-            raise LeftOut("one-sided transfers need a GPU for each rank")
-        case(rank, world_size)
+        return run
 
-    return run
+    return mark
+
+
+#: The case, left out where ranks share a GPU: no peer's memory is there to write into. On CPUs stand-ins have some.
+needs_a_gpu_each = _left_out_where(lambda world_size: DEVICE == "cuda" and torch.cuda.device_count() < world_size,
+                                   "one-sided transfers need a GPU for each rank")
+#: The case, left out on GPUs: it needs what only a stand-in for symmetric memory does.
+needs_stand_ins = _left_out_where(lambda _: DEVICE == "cuda", "symmetric memory is real here")
 
 
 def _rank_main(rank: int, world_size: int, module: str, names: tuple[str, ...], folder: str, ends_at: float | None,

@@ -9,6 +9,7 @@ from torch import nn
 from ds_zipccl.backend import zero3_params
 from ds_zipccl.collectives import one_sided
 from ds_zipccl.collectives.symmetric_plan import words_bytes
+from tests.helpers.ranks import needs_a_gpu_each, needs_stand_ins
 from tests.train.zero3_cache_cases import Eventful, shared_folder
 from tests.train.zero3_cache_helpers import CACHED, STEPS, compare
 from tests.train.zero_cases import WIDTH, Net
@@ -53,6 +54,7 @@ def num_frames(seen: list):
     return between
 
 
+@needs_a_gpu_each
 def case_frames_come_one_sided(rank, world_size):
     """The bits of training without the cache, and of native; a shard of several frames; and every writer."""
     seen = []
@@ -69,15 +71,16 @@ def case_frames_come_one_sided(rank, world_size):
             assert not any(stand_in.is_open for stand_in in opened)
 
 
+@needs_stand_ins
 def case_shards_of_several_frames_over_the_group(rank, world_size):
     """Where the transport was wished for, and the group has none."""
-    if not ONE_SIDED:
-        seen = []
-        with stand_ins(why_not="no_peer_access"), small_messages():
-            run = compare(num_frames(seen), world_size=world_size, section=SECTION, make=Wide, steps=2, extra=BUCKETS)
-        assert seen[0] == 3 and run.cache["one_sided"] == 0 < run.cache["gathers"], (seen, run.cache)
+    seen = []
+    with stand_ins(why_not="no_peer_access"), small_messages():
+        run = compare(num_frames(seen), world_size=world_size, section=SECTION, make=Wide, steps=2, extra=BUCKETS)
+    assert seen[0] == 3 and run.cache["one_sided"] == 0 < run.cache["gathers"], (seen, run.cache)
 
 
+@needs_a_gpu_each
 def case_little_memory_for_frames(rank, world_size):
     """What is beyond ``max_cache_bytes`` is encoded on its way."""
     with stand_ins():

@@ -3,10 +3,10 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.collectives import one_sided
-from tests.helpers.ranks import LeftOut
+from tests.helpers.ranks import needs_stand_ins
 from tests.zipccl.collective_helpers import AG, RS, runtime
 from tests.zipccl.collective_one_sided_cases import ways_taken
-from tests.zipccl.one_sided_stand_in import LARGE, ONE_SIDED, SLOW, measured_at_three_sizes, opened_with_memory
+from tests.zipccl.one_sided_stand_in import LARGE, SLOW, measured_at_three_sizes, opened_with_memory
 
 BF16 = torch.bfloat16
 SETTINGS = {"transport": "adaptive", "collectives": "adaptive", "deterministic_reduce": False, "max_workspace_bytes": 1 << 25}
@@ -20,11 +20,10 @@ def told(live, world) -> dict:
     return found[0] and found[0][1]
 
 
+@needs_stand_ins
 def case_a_rank_without_memory(rank, world):
     """When an engine is made: then no rank has any, all go the other ways, and say why. Measured again, with memory, it is taken; it is
     given back when nothing gains by it."""
-    if ONE_SIDED:
-        raise LeftOut("symmetric memory is real here")
     is_full = [rank == world - 1]
     ways = [(100, SLOW, 50), (100, SLOW, 50), (100, 50, 70), (100, SLOW, 50)]
     with (measured_at_three_sizes(lambda size, turn: ways[min(turn, 3)]), opened_with_memory(lambda: not is_full[0]) as held,
@@ -44,10 +43,9 @@ def case_a_rank_without_memory(rank, world):
     assert not any(ref() for ref in held), "the end"
 
 
+@needs_stand_ins
 def case_what_others_may_need_is_left(rank, world):
     """While a rank has not LEFT_FREE times as much besides, nobody allocates."""
-    if ONE_SIDED:
-        raise LeftOut("symmetric memory is real here")
     kept, needed = one_sided.free_bytes, (1 + one_sided.LEFT_FREE) << 25
     try:
         with (measured_at_three_sizes(lambda size, turn: (100, SLOW, 50)), opened_with_memory(lambda: True) as held,

@@ -41,15 +41,18 @@ REASONS = {
 @dataclass
 class ReduceStats:
     """Counters of this process. ``all_reduce_bytes``: what DeepSpeed's ring all_reduces would have sent of the buckets that were
-    reduce-scattered; what was sent is counted under the collectives reduce_scatter_uneven and (second phases) all_to_all_single."""
+    reduce-scattered; what was sent is counted under the collectives reduce_scatter_uneven and (second phases) all_to_all_single.
+    ``busiest_bytes``: of these buckets, uncompressed, what the rank with most of each one sends or receives: the time that links need."""
     straight: int = 0                               # buckets whose slices went straight to their owners
     two_phase: int = 0
     all_reduce_bytes: int = 0
+    busiest_bytes: int = 0
     native: Counter = field(default_factory=Counter)        # buckets left to DeepSpeed, by reason
 
     def section(self) -> tuple[dict, dict]:
         """(counters, gauges) for ``stats.Stats.sections``."""
-        counters = {"straight": self.straight, "two_phase": self.two_phase, "all_reduce_bytes": self.all_reduce_bytes}
+        counters = {"straight": self.straight, "two_phase": self.two_phase, "all_reduce_bytes": self.all_reduce_bytes,
+                    "busiest_bytes": self.busiest_bytes}
         return counters | {f"native_{reason}": count for reason, count in self.native.items()}, {}
 
 
@@ -153,6 +156,7 @@ class Reduction:
         stats.two_phase += two_phases
         stats.straight += not two_phases
         stats.all_reduce_bytes += all_reduce_numel(layout.numel, self._group.size()) * self._dtype.itemsize
+        stats.busiest_bytes += (layout.two_phase_load() if two_phases else layout.straight_load()) * self._dtype.itemsize
         return None
 
     def _why_native(self) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.backend import step_trials
+from ds_zipccl.backend import step_trials, zero12
 from ds_zipccl.cli import step_rows
 from ds_zipccl.cli.step_run import Found, Training, new_host_ms, per_step, slowest
 from ds_zipccl.cli.step_runs import RUNS, SILENT, Cell, Run
@@ -148,11 +148,12 @@ class Comparison:
         losses = training.losses(num_steps - 1)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        counted = way.runtime.stats.snapshot() if way.runtime else {}
+        counted, busiest_bytes = (way.runtime.stats.snapshot(), zero12.stats_of(way.runtime).busiest_bytes) if way.runtime else ({}, 0)
         losses += training.losses(1, first=num_steps - 1)
         found = Found(losses, ahead_before=ahead_before)
         if way.runtime:
             found.ops = per_step(counted, way.runtime.stats.snapshot(), 1)
+            found.busiest_bytes = zero12.stats_of(way.runtime).busiest_bytes - busiest_bytes
         if on_gpu:
             others = before - (engine.steady_bytes - training.bytes_before)
             found.memory_bytes = torch.cuda.max_memory_allocated() - others

@@ -43,7 +43,7 @@ def row(cell: Cell, name: str, done: dict[str, Found], first: str, alone: dict[s
     if not trial or run.engine_key != RUNS[run.rival].engine_key:       # a trial compares with native on the same engine
         found |= _compared(rival.times_ms, mine.times_ms)
     if rival.trace and (isinstance(run.zipccl, dict) or run.optimizer["type"] == "SCAPE"):
-        found |= _bound(name, wire, rival, alone)
+        found |= _bound(name, wire, rival, mine, alone)
         found["reached"] = found["speedup"] / found["bound"]
     silent = next((done[other] for other in done if RUNS[other].zipccl == SILENT and RUNS[other].rival == run.rival), None)
     if silent is not None and run.zipccl != SILENT:
@@ -67,26 +67,33 @@ def _tried(trial: dict) -> dict:
     return kept | {"trial": trial, "if_zipped": zipped["speedup"], "if_zipped_interval": zipped["speedup_interval"]}
 
 
-def _bound(name: str, wire: float, rival: Found, alone: dict[str, float]) -> dict[str, float]:
+def _bound(name: str, wire: float, rival: Found, mine: Found, alone: dict[str, float]) -> dict[str, float]:
     """f: the exposed share of the rival's traced step. s: of SCAPE how many times fewer bytes it sends, at most what leaves 5 % of the
     exposed communication; of ZipCCL how many times faster its collectives are, alone, than those that DeepSpeed uses natively."""
     f = min(1.0, rival.trace["exposed_ms"] / rival.step_ms)
     if RUNS[name].optimizer["type"] == "SCAPE":
         s = min(1 / (1 - REMOVED), sum(rival.sent_bytes.values()) / wire) if wire else 1.0
     else:
-        s = gain_alone(rival.sent_bytes, alone, ("ours", "one_sided") if "transport" in RUNS[name].zipccl else ("ours",))
+        left = mine.ops.get("all_reduce", {}).get("raw_bytes", 0)
+        s = gain_alone(rival.sent_bytes, alone, ("ours", "one_sided") if "transport" in RUNS[name].zipccl else ("ours",),
+                       left_reduced=left, scattered=mine.busiest_bytes)
     return {"f": f, "s": s, "bound": 1 / (1 - f + f / s)}
 
 
-def gain_alone(sent: dict[str, int], alone: dict[str, float], ways: tuple[str, ...] = ("ours",)) -> float:
+def gain_alone(sent: dict[str, int], alone: dict[str, float], ways: tuple[str, ...] = ("ours",), left_reduced: float = 0,
+               scattered: float = 0) -> float:
     """How many times faster the collectives of a step are by themselves. ``sent``: bytes of a native step. ``alone``: microseconds of
-    "native all_reduce", "native all_gather_into_tensor", "ours reduce_scatter_tensor" and so on, all of tensors of one size."""
+    "native all_reduce", "native all_gather_into_tensor", "ours reduce_scatter_tensor" and so on, all of tensors of one size. What ours
+    makes of the all_reduces: ``left_reduced``: bytes that are all_reduced still; ``scattered``: that the busiest rank sends or receives
+    where ZeRO 1 and 2 reduce-scatter instead, a bucket of one owner twice as many for its size as one that two ranks share."""
     gather, scatter, reduce = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
     sizes = {gather: sent.get(gather, 0), scatter: sent.get(scatter, 0), reduce: sent.get(reduce, 0) / 2}       # a ring sends it twice
     native = sum(size * alone[f"native {op}"] for op, size in sizes.items())
-    best = {op: min(alone[f"{who} {op}"] for who in ("native", *ways)) for op in (gather, scatter)}
-    best[reduce] = min(alone[f"native {reduce}"], *(alone[f"{who} {scatter}"] for who in ways))     # what ZeRO 1 and 2 get in its place
-    return native / sum(size * best[op] for op, size in sizes.items()) if native else 1.0
+    if not native:
+        return 1.0
+    best = {op: min(alone[f"{who} {op}"] for who in ("native", *ways)) for op in sizes}
+    ours = sizes | {reduce: min(sizes[reduce], left_reduced / 2)}
+    return native / (sum(size * best[op] for op, size in ours.items()) + scattered * min(alone[f"{who} {scatter}"] for who in ways))
 
 
 def cells(row: dict) -> list[str]:

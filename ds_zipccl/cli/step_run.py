@@ -149,7 +149,7 @@ class Training:
 @dataclass
 class Found:
     """Of one run on one cell: ``losses`` of its first steps and ``prints`` of the state after them; ``ahead_before``: ahead_counts() before
-    these; the rest as in the rows."""
+    these; ``busiest_bytes``: of a step, see ``zero12.ReduceStats``; the rest as in the rows."""
     losses: list[str]
     prints: list[int] = field(default_factory=list)
     times_ms: list[float] = field(default_factory=list)
@@ -157,6 +157,7 @@ class Found:
     trial: dict | None = None
     memory_bytes: int | None = None
     ops: dict = field(default_factory=dict)
+    busiest_bytes: int = 0
     sent_bytes: dict = field(default_factory=dict)
     trace: dict | None = None
     ahead_before: dict[str, int] | None = None

@@ -166,4 +166,8 @@ def test_gain_of_collectives_alone():
     assert gain_alone({"all_gather_into_tensor": 5}, alone) == pytest.approx(10 / 8)
     both = {"all_gather_into_tensor": 5, "reduce_scatter_tensor": 5}
     assert gain_alone(both, alone) == pytest.approx(20 / 18)                # native where that is faster
-    assert gain_alone({"all_reduce": 10, "all_gather_into_tensor": 5}, alone) == pytest.approx(30 / 20)
+    reduced = {"all_reduce": 10, "all_gather_into_tensor": 5}
+    assert gain_alone(reduced, alone, left_reduced=10) == pytest.approx(30 / (8 + 16))              # zipped as it is
+    assert gain_alone(reduced, alone, scattered=5) == pytest.approx(30 / (8 + 12))                  # every bucket owned by both halves
+    assert gain_alone(reduced, alone, scattered=10) == pytest.approx(30 / (8 + 24))                 # each by one rank
+    assert gain_alone(reduced, alone, left_reduced=4, scattered=3) == pytest.approx(30 / (8 + 0.4 * 16 + 0.6 * 12))

@@ -1,15 +1,17 @@
 """Makes the tables of benchmarks/results again that need several GPUs of one host, part by part.
 
     python benchmarks/tables.py [--list] [--resume] [--out runs/tables] [PART ...]
-    python benchmarks/tables.py links:sockets 'steps:3/1.3b/2048' trace       # these, in this order
+    python benchmarks/tables.py links:sockets steps:3/1.3b trace              # these, in this order
 
 A part is one command with a time of its own. Its rows, machine, versions, revision, environment and command go to a JSON file as soon as
 it ends; a part that fails or is not done in time is kept, with the rows that it had written and the reason, and the next one begins.
 PART: a name of --list, the first words of one, or a pattern (* for any text); without any, all, those first that say most.
 
-steps:KIND/MODEL/TOKENS/TRANSPORT are cells of `ds_zipccl bench step`; their files can be put together by its --merge. KIND: a ZeRO stage;
-3late: with ZIPCCL_LATE=1; zeropp; scape99, scape90: beside dense ScapeAdamS, with offload and ZipCCL and without. --device cpu: small and
-over gloo, to see that it runs; --dry-run does that on GPUs. --one-gpu: all ranks on one GPU, over sockets.
+steps:KIND/MODEL/TRANSPORT is one `ds_zipccl bench step` with all token counts, smallest first; what its time was too short for is in the
+file, as "left_out". The files can be put together by its --merge. KIND: a ZeRO stage; 3late: with ZIPCCL_LATE=1; zeropp; scape99, scape90:
+beside dense ScapeAdamS, with offload and ZipCCL and without. --tokens and --runs are then in the part's name too: steps:3/1.3b/host/2048.
+
+--device cpu: small and over gloo, to see that it runs; --dry-run does that on GPUs. --one-gpu: all ranks on one GPU, over sockets.
 """
 import argparse
 import itertools
@@ -19,16 +21,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 
-from zipscape.machine import write_json
-
 sys.path.append(str(Path(__file__).parent))
-from commands import DS_ZIPCCL, ROOT, TRANSPORTS, measure, shell
+try:
+    from commands import DS_ZIPCCL, ROOT, TRANSPORTS, measure, shell
+
+    from ds_zipccl.cli.step_runs import RUNS
+    from zipscape.machine import write_json
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] not in ("ds_zipccl", "zipscape"):
+        raise
+    sys.exit(f"{error}: the package is not installed here. In the checkout: pip install -e . (without a network, where "
+             "setuptools is there: pip install --no-deps --no-build-isolation -e .)")
 
 BENCH = f"{' '.join(DS_ZIPCCL)} bench"
 
@@ -41,14 +50,35 @@ ENVIRONMENTS = TRANSPORTS | {
 NETWORK = "sockets", "sockets_tuned"            # what two ranks of one GPU can use
 LINKS = {"as_is": "--rivals sum,raw,frames --calls 1,8 --transport adaptive", "host": "--rivals sum --calls 1,8",
          "sockets": "--rivals sum --calls 1 --place out", "sockets_tuned": "--rivals sum --calls 1 --place out"}
-_ADAMW = "native,zipped,adaptive,one_sided,again,silent,native_late,zipped_late,adaptive_late"
-_SCAPE = "adams,scape{0},adams_again,adams_zipped,scape{0}_zipped,scape{0}_offload,scape{0}_offload_zipped,adams_silent"
-#: KIND -> ZeRO stage, runs, environment, seconds. zeropp: DeepSpeed compiles its operations first.
-KINDS = {"3": (3, "native,zipped,adaptive,cached,one_sided,again,silent", {}, 150),
-         "3late": (3, "native,zipped,again", {"ZIPCCL_LATE": "1"}, 120),
-         "1": (1, _ADAMW, {}, 150), "2": (2, _ADAMW, {}, 150),
-         "scape99": (1, _SCAPE.format(99), {}, 150), "scape90": (1, _SCAPE.format(90), {}, 150),
-         "zeropp": (3, "native,zeropp,again", {}, 300)}
+LARGE = 32768           # tokens: of a GPU's 140 GiB 1.3b takes 86 by itself, and another engine of SCAPE's 23 more
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``runs``: of all token counts; ``large``: in place of them from LARGE on; ``tried``: last, with the first token count: each
+    adaptive run makes about 40 steps, which over sockets take longer than all others of that count. ``limit``: seconds."""
+    stage: int
+    runs: str
+    large: str | None = None
+    tried: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    limit: int = 240
+
+
+def _adamw(stage: int) -> Kind:
+    always = "native,zipped,one_sided,again,silent"
+    return Kind(stage, f"{always},native_late,zipped_late", always, "native,adaptive,native_late,adaptive_late")
+
+
+def _scape(name: str) -> Kind:
+    others = f"{name}_zipped,{name}_offload,{name}_offload_zipped,{name}_ahead"
+    return Kind(1, f"adams,{name},adams_again,adams_zipped,{others},adams_silent", f"adams,{name},adams_silent")
+
+
+KINDS = {"3": Kind(3, "native,zipped,cached,one_sided,again,silent", None, "native,adaptive"),
+         "3late": Kind(3, "native,zipped,again", environment={"ZIPCCL_LATE": "1"}, limit=180),
+         "1": _adamw(1), "2": _adamw(2), "scape99": _scape("scape99"), "scape90": _scape("scape90"),
+         "zeropp": Kind(3, "native,zeropp,again", limit=300)}            # DeepSpeed compiles its operations first
 
 
 @dataclass(frozen=True)
@@ -66,10 +96,25 @@ class Part:
         return f"{self.name}  [{self.limit} s]  {started}{settings}{shell(self.arguments)}"
 
 
-def told_apart(row: dict, part: Part) -> dict:
-    """A row of ``bench step``, with what its command can't know, in the place by which --merge groups rows."""
-    notes = ["ZIPCCL_LATE=1"] * ("ZIPCCL_LATE" in part.environment) + ["all ranks on one GPU"] * (part.ranks > 0)
-    return row | {"transport": ", ".join([row["transport"], *notes])} if row.get("op") == "step" else row
+def told_apart(found: dict, part: Part) -> dict:
+    """What a command has found; rows of ``bench step`` and what it left out with what it can't know, behind the transport, by which --merge
+    groups rows."""
+    notes = "".join([", ZIPCCL_LATE=1"] * ("ZIPCCL_LATE" in part.environment) + [", all ranks on one GPU"] * (part.ranks > 0))
+    rows = [row | {"transport": row["transport"] + notes} if row.get("op") == "step" else row for row in found["rows"]]
+    left_out = [text.replace(" ", f"{notes} ", 1) for text in found.get("left_out", ())] if part.name.startswith("steps:") else None
+    return found | {"rows": rows} | ({"left_out": left_out} if left_out else {})
+
+
+def _token_counts(text: str) -> tuple[str, ...]:
+    if not all(word.isdecimal() and int(word) > 0 for word in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text}: expected a list of numbers")
+    return tuple(sorted(set(text.split(",")), key=int))
+
+
+def _run_names(text: str) -> tuple[str, ...]:
+    if unknown := [name for name in text.split(",") if name not in RUNS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: expected a list of {', '.join(RUNS)}")
+    return tuple(text.split(","))
 
 
 def parse(argv=None):
@@ -79,6 +124,9 @@ def parse(argv=None):
     parser.add_argument("--out", type=Path, default=Path("runs/tables"), help="folder of the JSON files (runs/tables)")
     parser.add_argument("--resume", action="store_true",
                         help="leave out parts whose file is there, also of failed ones: delete it to try again")
+    parser.add_argument("--tokens", metavar="LIST", type=_token_counts, help="of steps (2048,8192,32768)")
+    parser.add_argument("--runs", metavar="LIST", type=_run_names, help="of steps, in place of what a kind has, at all token counts; "
+                        "one-sided ones over NVLink only")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--limit", type=int, help="no part has more seconds than so many")
     parser.add_argument("--seconds", type=int,
@@ -100,11 +148,10 @@ class Plan:
 
     def __iter__(self) -> Iterator[Part]:
         yield from self._links()
-        yield from self._steps("2048")
+        yield from self._steps("tiny" if self._small else "1.3b")
         yield from self._scripts()
         if not self._small:
-            yield from self._steps("8192")
-            yield from self._steps("32768")
+            yield from self._steps("350m")
 
     def _transports(self, *names: str) -> list[str]:
         """Those of ``names`` that there are here: over gloo NCCL's settings say nothing."""
@@ -128,25 +175,47 @@ class Plan:
     def _links(self) -> Iterator[Part]:
         for transport in self._transports(*LINKS):
             sizes = ("-b 64K -e 64K --iters 5 --op all_gather_into_tensor,reduce_scatter_tensor" if self._small else
-                     "-b 64K -e 1G --seconds 0.75 --limit {soft_limit}")
+                     "-b 64K -e 1G --seconds 0.3 --limit {soft_limit}")
             yield self._with_ranks(f"links:{transport}", f"{BENCH} collectives --choice adaptive,always -f 4 {sizes} "
-                             f"{LINKS[transport]}", ENVIRONMENTS[transport], 420)
+                             f"{LINKS[transport]}", ENVIRONMENTS[transport], 240)
 
-    def _steps(self, tokens: str) -> Iterator[Part]:
-        models, tokens = (("tiny",), "256") if self._small else (("1.3b", "350m"), tokens)
-        for model, transport, kind in itertools.product(models, self._transports("sockets", "host", "as_is"), KINDS):
-            if kind == "zeropp" and not self._on_gpu:       # DeepSpeed has its operations on GPUs only
+    def _steps(self, model: str) -> Iterator[Part]:
+        args = self._args
+        asked = "".join(f"/{','.join(words)}" for words in (args.tokens, args.runs) if words)
+        for transport, (name, kind) in itertools.product(self._transports("sockets", "host", "as_is"), KINDS.items()):
+            cells = self._cells(model, kind, transport)
+            if not cells or name == "zeropp" and not self._on_gpu:       # DeepSpeed has its operations on GPUs only
                 continue
-            stage, runs, environment, limit = KINDS[kind]
-            if transport != "as_is":                # one-sided calls do not ask NCCL what they may use
-                runs = runs.replace("one_sided,", "")
             # Over sockets a step takes seconds.
-            turns = "--rounds 3 --steps 1 --warmup 2 --skip 0" if transport == "sockets" else "--rounds 4 --steps 2 --warmup 3"
+            turns = f"--rounds 4 {'--steps 1 --warmup 2 --skip 0' if transport == 'sockets' else '--steps 2 --warmup 3'}"
             if self._small:
                 turns = "--rounds 1 --steps 1 --warmup 2 --seq-len 256 --min-bytes 0 --bucket-size 50000"
-            yield self._with_ranks(f"steps:{kind}/{model}/{tokens}/{transport}", f"{BENCH} step --cells "
-                             f"{model}/{stage}/{tokens}/{runs} --transports {transport} {turns} --seconds {{soft_limit}}",
-                             ENVIRONMENTS[transport] | environment, limit)
+            yield self._with_ranks(f"steps:{name}/{model}/{transport}{asked}", f"{BENCH} step --cells {' '.join(cells)} "
+                                   f"--transports {transport} {turns} --seconds {{soft_limit}}",
+                                   ENVIRONMENTS[transport] | kind.environment, kind.limit)
+
+    def _cells(self, model: str, kind: Kind, transport: str) -> list[str]:
+        """Of ``bench step``, in order; none where of the runs that are asked for the stage has none."""
+        args, tokens = self._args, self._args.tokens
+        if tokens is None:              # ranks that share a GPU have not the memory for more
+            tokens = ("256",) if self._small else ("2048",) if args.one_gpu else ("2048", "8192", "32768")
+        num_small = len([number for number in tokens if int(number) < LARGE])
+        if args.runs:
+            found = [(tokens, args.runs)]
+        elif kind.large:
+            found = [(tokens[:num_small], kind.runs.split(",")), (tokens[num_small:], kind.large.split(","))]
+        else:
+            found = [(tokens, kind.runs.split(","))]
+        if kind.tried and not args.runs:
+            found.append((tokens[:1], kind.tried.split(",")))
+        found = [(numbers, [name for name in names if self._has(kind, name, transport)]) for numbers, names in found]
+        return [f"{model}/{kind.stage}/{','.join(numbers)}/{','.join(names)}" for numbers, names in found if numbers and names]
+
+    @staticmethod
+    def _has(kind: Kind, name: str, transport: str) -> bool:
+        """One-sided calls do not ask NCCL what they may use: they are measured where it may use all."""
+        section = RUNS[name].zipccl
+        return kind.stage in RUNS[name].stages and (transport == "as_is" or not isinstance(section, dict) or "transport" not in section)
 
     def _scripts(self) -> Iterator[Part]:
         args, device = self._args, f"--device {self._args.device}"
@@ -212,7 +281,7 @@ def main(argv=None) -> int:
             continue
         print(f"== {part}", flush=True)
         found = measure(part.name, part.arguments, part.environment, part.limit, ranks=part.ranks, show=True)
-        found["rows"] = [told_apart(row, part) for row in found["rows"]]
+        found = told_apart(found, part)
         seconds, errors = time.monotonic() - began, [row["error"] for row in found["rows"] if "error" in row]
         failed = failed or bool(errors)
         found = {"part": part.name, **facts, "environment": part.environment, "limit_s": part.limit, "took_s": round(seconds, 1), **found}

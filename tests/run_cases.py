@@ -162,6 +162,11 @@ def main(words: list[str] | None = None) -> int:
     options = parser.parse_args(words)
     options.case_seconds = options.case_seconds or 60 + 60 * options.jobs
     options.words = sys.argv[1:] if words is None else words
+    try:
+        importlib.import_module("zipscape.op_builder")      # in a checkout alone the folder has another name
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"{error}: the package is not installed here. In the checkout: pip install -e . (without a network, "
+                         "where setuptools is there: pip install --no-deps --no-build-isolation -e .)") from None
     # All that is imported from here on, and all ranks, see this.
     os.environ["ZIPSCAPE_TEST_DEVICE"] = options.device
     os.environ.setdefault("ZIPCCL_MAILBOX_LAG", "1")        # as in tests/zipccl/conftest.py

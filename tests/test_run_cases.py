@@ -2,6 +2,7 @@
 import contextlib
 import json
 import re
+import sys
 import time
 from collections import Counter
 
@@ -145,6 +146,12 @@ def test_names_are_of_modules_or_paths_and_wrong_ones_end_the_run(monkeypatch):
     monkeypatch.setenv("ZIPCCL_MAILBOX_LAG", "1")
     with pytest.raises(SystemExit, match="no GPU"):
         run_cases.main(["--device", "cuda"])
+
+
+def test_a_checkout_that_is_not_installed_is_told_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "zipscape.op_builder", None)
+    with pytest.raises(SystemExit, match="zipscape.op_builder.*pip install -e"):
+        run_cases.main([])
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2, 4])

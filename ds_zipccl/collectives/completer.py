@@ -2,7 +2,9 @@
 
 A call may need this rank's host after its launch (to send again what overflowed, for an all_reduce's second phase), while the host waits
 for something else: another group's call, a native one, a message, a file. Ranks that wait in different orders would then wait for each
-other for ever. So calls whose status words have come and that nobody settles for PATIENCE_S are settled by their group's thread.
+other for ever. So calls whose status words have come and that nobody settles for PATIENCE_S are settled by their group's thread, and what
+overflowed is sent again after RESEND_PATIENCE_S: longer, as its place among what a GPU is told to do should be the same on all ranks
+(docs/architecture.md), and a host that makes its ranks wait for less does so by its own waits.
 """
 import atexit
 import itertools
@@ -14,6 +16,7 @@ import weakref
 import torch
 
 PATIENCE_S = 0.02
+RESEND_PATIENCE_S = 1.0
 ENDING_S = 1.0              # as long the end of the program waits for the thread that looks
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ds_zipccl.collectives import gloo_exit, streams, switch
 from ds_zipccl.collectives.capacity import Capacity
-from ds_zipccl.collectives.completer import WATCH, Completer
+from ds_zipccl.collectives.completer import PATIENCE_S, RESEND_PATIENCE_S, WATCH, Completer
 from ds_zipccl.collectives.cost import ONE_SIDED
 from ds_zipccl.collectives.transport import SideChannel
 from ds_zipccl.collectives.windows import Windows
@@ -23,6 +23,7 @@ log = logging.getLogger("ds_zipccl")
 
 MAX_CLASSES = 1024          # of capacity: sizes that are new in every call must not fill the memory
 MAX_UNSETTLED = 16          # calls in flight
+RESEND_LOOKS = int(RESEND_PATIENCE_S / PATIENCE_S)          # of the watch
 
 
 class GroupState:
@@ -95,8 +96,9 @@ class GroupState:
 
     @functools.cached_property
     def resend_stream(self) -> torch.cuda.Stream | None:
-        """On which what a settled call needs is queued, in launch order on every rank; None on a CPU."""
-        return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        """On which what a settled call needs is queued, in launch order on every rank; None on a CPU. Of high priority, so in no queue of
+        the hardware with payloads and what waits for them."""
+        return torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
 
     def capacity(self, op: str, dtype: torch.dtype, row_numel: int, first_spill: float) -> Capacity:
         """The capacity class of such calls; a new one starts with the share ``first_spill`` of a tile's raw bytes. The least
@@ -174,9 +176,14 @@ class GroupState:
         WATCH.wake()
 
     def advance(self) -> None:
-        """Before the next call of the group, zipped or native. Settles what has its status words, and waits for them only where it must:
-        for a call that is not to be followed by another before it is settled, or whose handle was dropped (it is completed here, since
-        nobody else will), or where too many are in flight."""
+        """Before the next call of the group, zipped or native. Settles what has its status words and is not sent again, and waits for words
+        only where it must: for a call that is not to be followed by another before it is settled, or whose handle was dropped (it is
+        completed here, since nobody else will), or where too many are in flight.
+
+        What overflowed is sent again at points of the program alone, the same on every rank that runs it, whenever words come: in these
+        cases and in waits. Streams share the hardware's queues: where one rank has a resend before the next payload and another one behind
+        it, each may stand behind what waits for the other.
+        """
         if not self.in_flight:
             return
         unsettled = [pending for pending in self.in_flight if not pending.settled]
@@ -184,7 +191,7 @@ class GroupState:
                     *[i for i, pending in enumerate(unsettled, 1) if pending.two_phases or pending.abandoned]])
         try:
             for i, pending in enumerate(unsettled):
-                if i >= must and not pending.has_words():
+                if i >= must and (not pending.has_words() or pending.is_sent_again()):
                     break
                 self._settle(pending)
             for pending in [pending for pending in self.in_flight if pending.settled and pending.abandoned]:
@@ -265,21 +272,23 @@ class GroupState:
         return True
 
     def push_on(self) -> bool:
-        """Has the group's thread settle what has had its status words since the last look, and nobody has settled. Returns whether there
-        are calls that are not settled. Never waits."""
+        """Has the group's thread settle what has had its status words since the last look, and nobody has settled; what is sent again only
+        after more looks. Returns whether there are calls that are not settled. Never waits."""
         pending = next((pending for pending in tuple(self.in_flight) if not pending.settled), None)
         if pending is None:
             return False
-        if pending.num_looks == 0 or pending.num_looks == 1 and pending.has_words():
+        if pending.num_looks == 0 or pending.has_words():
             pending.num_looks += 1
             if pending.num_looks == 2:
-                self.completer.run(self._settle_what_has_words)
+                self.completer.run(functools.partial(self._settle_what_has_words, resends=False))
+            elif pending.num_looks == RESEND_LOOKS:
+                self.completer.run(functools.partial(self._settle_what_has_words, resends=True))
         return True
 
-    def _settle_what_has_words(self) -> None:
+    def _settle_what_has_words(self, resends: bool) -> None:
         try:
             for pending in tuple(self.in_flight):
-                if not pending.has_words():
+                if not pending.has_words() or not (resends or pending.settled) and pending.is_sent_again():
                     break
                 self._settle(pending)
         except Exception:                       # whoever waits for the call gets it too

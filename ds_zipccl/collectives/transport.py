@@ -177,7 +177,7 @@ class SideChannel:
     def _backend(self):
         """On a GPU made when first used: never, where words go through shared memory and nothing overflows."""
         self._connecting = self._place.borrow(self._keys)           # NCCL waits there in its first call
-        options = dist.ProcessGroupNCCL.Options()
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)       # not in one queue of the hardware with payloads
         options._timeout = self.timeout
         backend = self.__dict__["_backend"] = dist.ProcessGroupNCCL(self._connecting.store, self._rank, self._size, options)
         if self._is_aborted:                    # by another thread, which may have come too early to see it

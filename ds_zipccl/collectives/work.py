@@ -65,6 +65,10 @@ class Pending:
         """``await_words`` would not wait."""
         return self._seen is not None or self._status_work.is_completed()
 
+    def is_sent_again(self) -> bool:
+        """Of one that ``has_words``: whether ``settle`` sends anything again."""
+        return any([word & OVERFLOW_BIT for word in self.await_words()])
+
     def settle(self) -> None:
         """After ``await_words`` (an all_reduce: and its first phase), sends again what overflowed.
 

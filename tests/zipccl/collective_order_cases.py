@@ -15,7 +15,7 @@ from ds_zipccl.collectives.registry import Call
 from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits
 from tests.zipccl import collective_all_reduce_cases, collective_cases, collective_pair_cases, collective_parts_cases
-from tests.zipccl.collective_helpers import A2A, AG, RS, begin, payloads_by_torch, runtime
+from tests.zipccl.collective_helpers import A2A, AG, RS, assert_same_sum, begin, finite, payloads_by_torch, runtime
 
 LIMIT_S = 40                            # of a case's calls; alone they take milliseconds, and a deadlock the group's 60 s
 N = 20000
@@ -274,6 +274,47 @@ def case_capacities_agree_however_ranks_wait(rank, world):
             everyones = [None] * world
             dist.all_gather_object(everyones, rooms)
             assert all(each == rooms for each in everyones), everyones
+
+
+def case_resends_have_one_place_among_launches(rank, world):
+    """Of one program on all ranks, each of which is slow at other points, words come at other times: what is queued has one order all the
+    same. Streams share a GPU's queues, where a resend before a payload on one rank and behind it on another may wait for ever (seen on
+    H200s)."""
+    shared, own = random.Random(5), random.Random(rank)
+    with runtime(max_workspace_bytes=world << 19) as live:
+        order, overflow = [], live.stats.overflow
+
+        def counting(op, raw_bytes):
+            order.append(f"again: {op} of {raw_bytes} bytes")
+            overflow(op, raw_bytes)
+
+        live.stats.overflow, flying = counting, []
+        for i in range(40):
+            op, makes = shared.choice((AG, RS)), [shared.choice((gaussian, random_bits)) for _ in range(world)]
+            numel = 7000 + 64 * i + (300_000 if i % 8 == 5 else 0)              # each a class of its own; some in parts
+            datas = [finite(make(world * numel if op == RS else numel, seed=50 * i + r)) for r, make in enumerate(makes)]
+            if op == AG:
+                call, result = Call(AG, torch.empty(world * numel, dtype=torch.bfloat16), datas[rank], dist.group.WORLD), torch.cat(datas)
+            else:
+                call, result = Call(RS, torch.empty(numel, dtype=torch.bfloat16), datas[rank], dist.group.WORLD), torch.empty(
+                    numel, dtype=torch.bfloat16)
+                sum_in_order([data.view(world, -1)[rank] for data in datas], result)
+            time.sleep(own.choice((0, 0, 1e-3, 4e-3)))
+            order.append(f"launch {i}")
+            flying.append((i, *begin(live, call), call.output, result))
+            while len(flying) > shared.randrange(6):
+                time.sleep(own.choice((0, 0, 2e-3)))
+                i_waited, work, ours, out, result = flying.pop(shared.randrange(len(flying)))
+                order.append(f"wait {i_waited}")
+                work.wait()
+                assert_same_sum(out, result, ours, f"call {i_waited}")
+        for *_, work, _, _, _ in flying:
+            work.wait()
+        everyones = [None] * world
+        dist.all_gather_object(everyones, order)
+        assert sum(line.startswith("again") for line in order) > 10
+        for other in everyones:
+            assert other == order, [pair for pair in zip(order, other, strict=False) if pair[0] != pair[1]][:3]
 
 
 def case_exchanges_by_gathers_at_2(rank, world):

@@ -57,6 +57,22 @@ def test_wait_joins_the_stream_on_which_the_next_call_sent_again(state, monkeypa
     assert ("of the waiter", "of the next call") in record.waits
 
 
+def test_before_the_next_call_nothing_is_sent_again(state, monkeypatch):
+    """Though its words are here: on another rank they may not be, and what is queued should have one order on all. Calls behind it stay,
+    too; where too many are in flight, all ranks send again at that call."""
+    Streams(monkeypatch)
+    done = []
+    first, overflowed = make(state), make(state, word=OVERFLOW_BIT, resend=lambda: done.append(0))
+    behind = [make(state) for _ in range(group_state.MAX_UNSETTLED - 1)]
+    state.advance()
+    assert first._pending.settled and not any(work._pending.settled for work in (overflowed, *behind)) and done == []
+    behind.append(make(state))
+    state.advance()
+    assert done == [0] and all(work._pending.settled for work in behind)
+    overflowed.wait()
+    assert done == [0]
+
+
 def test_every_wait_joins_the_stream_on_which_polling_finished(state, monkeypatch):
     record = Streams(monkeypatch)
     work = make(state)
@@ -98,13 +114,18 @@ def settle_in_thread(state):
 
 
 def test_what_nobody_settles_is_settled_by_the_groups_thread(state, monkeypatch):
-    """At the second look, so that who waits in time never meets the thread; in order; and only where the status words have come."""
+    """At the second look, so that who waits in time never meets the thread, but what overflowed after many more; in order; and only where
+    the status words have come."""
     Streams(monkeypatch)
     done = []
     late = SimpleNamespace(wait=lambda: pytest.fail("waited for words that are not here"), is_completed=lambda: False)
+    plain = make(state)
     works = [make(state, word=OVERFLOW_BIT, resend=lambda i=i: done.append(i)) for i in range(2)] + [make(state, status_work=late)]
-    assert settle_in_thread(state) and done == []
-    assert settle_in_thread(state) and done == [0, 1]
+    assert settle_in_thread(state) and not plain._pending.settled
+    assert settle_in_thread(state) and plain._pending.settled and not works[0]._pending.settled
+    for look in range(1, group_state.RESEND_LOOKS + 1):
+        assert done == [] and settle_in_thread(state), look
+    assert done == [0, 1]
     for _ in range(3):
         assert settle_in_thread(state)              # the third call is still to be settled, and nobody can
     assert not any(work._pending.finished for work in works)        # whoever waits fills the output, on his own stream
@@ -119,7 +140,7 @@ def test_a_failure_in_the_groups_thread_is_the_calls_own(state, monkeypatch):
         raise RuntimeError("link down")
 
     work = make(state, word=OVERFLOW_BIT, resend=broken)
-    for _ in range(3):
+    for _ in range(group_state.RESEND_LOOKS + 1):
         settle_in_thread(state)
     assert not state.push_on()
     with pytest.raises(RuntimeError, match="link down"):

@@ -8,8 +8,8 @@ it ends; a part that fails or is not done in time is kept, with the rows that it
 PART: a name of --list, the first words of one, or a pattern (* for any text); without any, all, those first that say most.
 
 steps:KIND/MODEL/TRANSPORT is one `ds_zipccl bench step` with all token counts, smallest first; what its time was too short for is in the
-file, as "left_out". The files can be put together by its --merge. KIND: a ZeRO stage; 3late: with ZIPCCL_LATE=1; zeropp; scape99, scape90:
-beside dense ScapeAdamS, with offload and ZipCCL and without. --tokens and --runs are then in the part's name too: steps:3/1.3b/host/2048.
+file, as "left_out". The files can be put together by its --merge. KIND: a ZeRO stage; 3late, 3late4: with ZIPCCL_LATE=1, 4; zeropp;
+scape99, scape90: beside dense ScapeAdamS, with offload and ZipCCL and without. --tokens and --runs are then in the part's name too: steps:3/1.3b/host/2048.
 
 --device cpu: small and over gloo, to see that it runs; --dry-run does that on GPUs. --one-gpu: all ranks on one GPU, over sockets.
 """
@@ -77,6 +77,7 @@ def _scape(name: str) -> Kind:
 
 KINDS = {"3": Kind(3, "native,zipped,cached,one_sided,again,silent", None, "native,adaptive"),
          "3late": Kind(3, "native,zipped,again", environment={"ZIPCCL_LATE": "1"}, limit=180),
+         "3late4": Kind(3, "native,zipped,again", environment={"ZIPCCL_LATE": "4"}, limit=180),
          "1": _adamw(1), "2": _adamw(2), "scape99": _scape("scape99"), "scape90": _scape("scape90"),
          "zeropp": Kind(3, "native,zeropp,again", limit=300)}            # DeepSpeed compiles its operations first
 
@@ -99,7 +100,8 @@ class Part:
 def told_apart(found: dict, part: Part) -> dict:
     """What a command has found; rows of ``bench step`` and what it left out with what it can't know, behind the transport, by which --merge
     groups rows."""
-    notes = "".join([", ZIPCCL_LATE=1"] * ("ZIPCCL_LATE" in part.environment) + [", all ranks on one GPU"] * (part.ranks > 0))
+    notes = "".join([f", {name}={value}" for name, value in part.environment.items() if name == "ZIPCCL_LATE"]
+                    + [", all ranks on one GPU"] * (part.ranks > 0))
     rows = [row | {"transport": row["transport"] + notes} if row.get("op") == "step" else row for row in found["rows"]]
     left_out = [text.replace(" ", f"{notes} ", 1) for text in found.get("left_out", ())] if part.name.startswith("steps:") else None
     return found | {"rows": rows} | ({"left_out": left_out} if left_out else {})

@@ -1,17 +1,18 @@
-"""ZeRO-3: a bucket of gradients is delivered when the next one is on its way.
+"""ZeRO-3: a bucket of gradients is delivered when the next ones are on their way.
 
 DeepSpeed reduce-scatters each bucket by a call that returns at once, on a stream that waits for the backward pass of the bucket's layers.
 A zipped call's ``wait()`` holds the host until the GPU has encoded, so right after the launch it would cost all the lead that the host has.
-One bucket later the status words are there. Until then the bucket's sums lie in a buffer of their own; they go where they belong in the
-same order and by the same arithmetic, and all of them before the end of the backward pass.
+LATE buckets later it costs what is more than these. Until then the buckets' sums lie in buffers of their own; they go where they belong in
+the same order and by the same arithmetic, and all of them before the end of the backward pass.
 
 The seam: ``__reduce_and_partition_ipg_grads``, in it ``partition_grads``, and ``independent_gradient_partition_epilogue``. Source:
 deepspeed/runtime/zero/stage3.py, 0.19.8.
 """
 import functools
 import os
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_zipccl.backend.deepspeed_comm import waiting_later
 
-LATE = os.environ.get("ZIPCCL_LATE") == "1"            # not the default until two GPUs have timed it
+LATE = int(os.environ.get("ZIPCCL_LATE") or 0)          # buckets; not the default: one was no faster on two GPUs, more were not timed
 MAX_BYTES = 256 << 20       # of a bucket: it takes this much memory longer, and few large calls hold the host seldom
+MAX_KEPT_BYTES = 1 << 30    # of all that are launched and not delivered
 ATTRIBUTE = "zipccl_reduce"             # of an optimizer: its Delay
 _REDUCE = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 
@@ -32,31 +34,34 @@ class Bucket:
     params: list
     partitions: list[torch.Tensor]
     works: list[dist.Work]
+    num_bytes: int
 
 
 @dataclass
 class Delay:
-    """Of an optimizer. ``works``: the calls of the bucket that is being reduced, if it may be delivered later."""
+    """Of an optimizer. ``works``, ``num_bytes``: the calls and the size of the bucket that is being reduced, if it may be delivered
+    later."""
     deliver: Callable
     works: list[dist.Work] | None = None
-    last: Bucket | None = None
+    num_bytes: int = 0
+    kept: deque[Bucket] = field(default_factory=deque)              # in the order in which they were launched
     is_last: bool = False                       # the bucket at hand is the pass's last one
 
-    def deliver_last(self, optimizer) -> None:
-        """As DeepSpeed does right after its call."""
-        last, self.last = self.last, None
-        if last is not None:
+    def deliver_but(self, optimizer, num: int) -> None:
+        """All but the ``num`` launched last, as DeepSpeed does right after its call."""
+        while len(self.kept) > num or len(self.kept) > 1 and sum(bucket.num_bytes for bucket in self.kept) > MAX_KEPT_BYTES:
+            bucket = self.kept.popleft()
             with get_accelerator().stream(optimizer.reduce_and_partition_stream):
-                for work in last.works:
+                for work in bucket.works:
                     work.wait()
-                self.deliver(optimizer, last.params, last.partitions)
+                self.deliver(optimizer, bucket.params, bucket.partitions)
 
 
 def install() -> None:
     """Patches DeepSpeed's optimizer of stage 3. Patches chain. Without zipped calls they do nothing."""
     cls = DeepSpeedZeroOptimizer_Stage3
     deliver = cls.partition_grads
-    setattr(cls, _REDUCE, _one_behind(getattr(cls, _REDUCE), deliver))
+    setattr(cls, _REDUCE, _behind(getattr(cls, _REDUCE), deliver))
     cls.independent_gradient_partition_epilogue = _ending(cls.independent_gradient_partition_epilogue, deliver)
     cls.partition_grads = _keeping(deliver)
 
@@ -68,23 +73,21 @@ def _delay_of(zero, deliver: Callable) -> Delay:
     return delay
 
 
-def _one_behind(method, partition_grads):
+def _behind(method, partition_grads):
 
     @functools.wraps(method)
     def reduce_and_partition(self, communication_data_type):
         delay = _delay_of(self, partition_grads)
         if not _may_be_late(self, delay, communication_data_type):
-            delay.deliver_last(self)
+            delay.deliver_but(self, 0)
             return method(self, communication_data_type)
-        last, delay.last = delay.last, None
+        delay.num_bytes = _bytes_of(self, communication_data_type)
         with waiting_later() as delay.works:
             try:
                 method(self, communication_data_type)
             finally:
                 delay.works = None
-        launched, delay.last = delay.last, last
-        delay.deliver_last(self)
-        delay.last = launched
+        delay.deliver_but(self, LATE)
 
     return reduce_and_partition
 
@@ -96,9 +99,9 @@ def _keeping(method):
         delay = self.__dict__.get(ATTRIBUTE)
         if delay is None or not delay.works:            # nothing was launched that is waited for later
             return method(self, params_to_release, grad_partitions)
-        delay.last = Bucket(list(params_to_release), grad_partitions, delay.works)
+        delay.kept.append(Bucket(list(params_to_release), grad_partitions, delay.works, delay.num_bytes))
         if _is_lent(self, grad_partitions):
-            delay.deliver_last(self)
+            delay.deliver_but(self, 0)
         return []
 
     return partition_grads
@@ -111,7 +114,7 @@ def _ending(method, partition_grads):
         delay = _delay_of(self, partition_grads)
         delay.is_last = True
         try:
-            delay.deliver_last(self)
+            delay.deliver_but(self, 0)
             return method(self)
         finally:
             delay.is_last = False
@@ -129,7 +132,11 @@ def _may_be_late(zero, delay: Delay, communication_data_type: torch.dtype) -> bo
             and not (zero.postscale_gradients and zero.gradient_predivide_factor != 1.0)
             and zero._gradient_averaging_world_size(bucket.params, num_ranks) == num_ranks
             and (zero.reduce_scatter or not zero.contiguous_gradients)
-            and bucket.elements * communication_data_type.itemsize <= MAX_BYTES)
+            and _bytes_of(zero, communication_data_type) <= MAX_BYTES)
+
+
+def _bytes_of(zero, communication_data_type: torch.dtype) -> int:
+    return zero.ipg_buckets[communication_data_type].elements * communication_data_type.itemsize
 
 
 def _is_lent(zero, partitions: list[torch.Tensor]) -> bool:

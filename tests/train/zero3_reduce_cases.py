@@ -16,20 +16,21 @@ class WithoutBias(Net):
         self.head.bias = None
 
 
-def trained(bucket_size: int, model, **more) -> list[str]:
-    """What became of each bucket, in order: "late": delivered when a later one was launched; "end": at the end of the pass."""
+def trained(bucket_size: int, model, late: int = 1, **more) -> list[tuple[str, int]]:
+    """What became of each bucket, in order: "late": delivered when later ones were launched; "end": at the end of the pass; "lent"; and how
+    many had been launched and not delivered then."""
     config, found = settings(3, "bf16", **more), []
     config["zero_optimization"]["reduce_bucket_size"] = bucket_size
     native = train(config, 3, model=model)
-    deliver_last = zero3_reduce.Delay.deliver_last
+    deliver_but = zero3_reduce.Delay.deliver_but
 
-    def spied(self, optimizer):
-        if self.last is not None:
-            found.append("end" if self.is_last else "lent" if self.works else "late")
-        deliver_last(self, optimizer)
-        assert self.last is None
+    def spied(self, optimizer, num):
+        num_kept, launched = len(self.kept), list(self.kept)
+        deliver_but(self, optimizer, num)
+        assert list(self.kept) == launched[num_kept - len(self.kept):] and len(self.kept) <= num
+        found.extend(("end" if self.is_last else "lent" if self.works else "late", num_kept) for _ in range(num_kept - len(self.kept)))
 
-    with mock.patch.object(zero3_reduce.Delay, "deliver_last", spied), mock.patch.object(zero3_reduce, "LATE", True):
+    with mock.patch.object(zero3_reduce.Delay, "deliver_but", spied), mock.patch.object(zero3_reduce, "LATE", late):
         zipped = train(config | {"zipccl": ZIPPED}, 3, model=model)
     assert zipped[2]["reduce_scatter_tensor"]["calls_zipped"] > 0
     assert native[:2] == zipped[:2], "losses or parameters differ from native"
@@ -38,7 +39,18 @@ def trained(bucket_size: int, model, **more) -> list[str]:
 
 def case_one_bucket_behind(rank, world_size):
     found = trained(20000, Net)
-    assert found.count("late") >= 4 and found.count("end") == 8 and "lent" not in found, found      # 4 steps of 2 passes each
+    assert found.count(("late", 2)) >= 4 and found.count(("end", 1)) == 8 and len(set(found)) == 2, found      # 4 steps of 2 passes each
+
+
+def case_two_buckets_behind(rank, world_size):
+    found = trained(5000, Net, late=2)
+    assert found.count(("late", 3)) >= 8 and found.count(("end", 2)) == 2 * 8 and len(set(found)) == 2, found
+
+
+def case_no_more_than_memory_allows(rank, world_size):
+    with mock.patch.object(zero3_reduce, "MAX_KEPT_BYTES", 1):
+        found = trained(5000, Net, late=2)
+    assert {num for how, num in found if how == "late"} == {2} and found.count(("end", 1)) == 8, found
 
 
 def case_one_bucket_for_all(rank, world_size):
@@ -48,7 +60,9 @@ def case_one_bucket_for_all(rank, world_size):
 
 def case_lent_memory_is_not_waited_for(rank, world_size):
     found = trained(WIDTH * WIDTH + 1, WithoutBias)
-    assert found.count("lent") >= 8 * 3, found
+    assert [how for how, _ in found].count("lent") >= 8 * 3, found
+    found = trained(WIDTH * WIDTH + 1, WithoutBias, late=3)
+    assert [how for how, _ in found].count("lent") >= 8 * 3, found
 
 
 def case_sums_of_another_type_are_not_late(rank, world_size):

@@ -9,7 +9,8 @@ PART: a name of --list, the first words of one, or a pattern (* for any text); w
 
 steps:KIND/MODEL/TRANSPORT is one `ds_zipccl bench step` with all token counts, smallest first; what its time was too short for is in the
 file, as "left_out". The files can be put together by its --merge. KIND: a ZeRO stage; 3late, 3late4: with ZIPCCL_LATE=1, 4; zeropp;
-scape99, scape90: beside dense ScapeAdamS, with offload and ZipCCL and without. --tokens and --runs are then in the part's name too: steps:3/1.3b/host/2048.
+scape99, scape90: beside dense ScapeAdamS, with offload and ZipCCL and without. --tokens and --runs are then in the part's name too:
+steps:3/1.3b/host/2048.
 
 --device cpu: small and over gloo, to see that it runs; --dry-run does that on GPUs. --one-gpu: all ranks on one GPU, over sockets.
 """

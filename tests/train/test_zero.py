@@ -12,8 +12,8 @@ CASES = ("case_stage_1_fp32", "case_stage_1_bf16", "case_stage_2_fp32", "case_st
          "case_stage_0_with_parameters_without_elements", "case_stage_3_fp32", "case_stage_3_bf16", "case_stage_3_uses_the_rank_order_sum",
          "case_flipped_bit_changes_training", "case_shipped_configs_train", "case_new_process_group_starts_afresh")
 BEYOND_TWO = ("case_stage_1_bf16", "case_stage_2_bf16", "case_stage_3_fp32", "case_stage_3_bf16", "case_stage_3_uses_the_rank_order_sum")
-DELIVERY = ("case_one_bucket_behind", "case_two_buckets_behind", "case_no_more_than_memory_allows", "case_one_bucket_for_all", "case_lent_memory_is_not_waited_for",
-            "case_sums_of_another_type_are_not_late", "case_large_buckets_are_not_late")
+DELIVERY = ("case_one_bucket_behind", "case_two_buckets_behind", "case_no_more_than_memory_allows", "case_one_bucket_for_all",
+            "case_lent_memory_is_not_waited_for", "case_sums_of_another_type_are_not_late", "case_large_buckets_are_not_late")
 
 
 @pytest.mark.parametrize("case", DELIVERY)

@@ -11,6 +11,7 @@ from ds_zipccl.backend.deepspeed_comm import live_runtime
 from ds_zipccl.backend.deepspeed_native import resolve
 from ds_zipccl.backend.policy import WORTHWHILE
 from ds_zipccl.collectives.frame_ways import Ways
+from ds_zipccl.collectives.reduce_scatter_uneven import SPEC, TO_OWNER
 
 CACHED = "kept frames"                  # gathers of cache_params
 
@@ -52,10 +53,11 @@ def calls_of(engine) -> list[tuple]:
         gather = CACHED if frames is not None and frames.groups else "all_gather_into_tensor"
         kinds = [("reduce_scatter_tensor", gradients), (gather, weights)]
     else:                                           # a bucket of few owners is all_reduced
-        kinds = [("reduce_scatter_uneven", gradients), ("all_reduce", gradients), ("all_gather_into_tensor", weights)]
+        kinds = [(spec.name, gradients) for spec in (SPEC, TO_OWNER)]
+        kinds += [("all_reduce", gradients), ("all_gather_into_tensor", weights)]
     calls = []
     for name in sorted(engine.expert_parallel_group) if engine.has_moe_layers else ():
         calls.append(("all_to_all_single", weights, engine.expert_parallel_group[name]))
         if stage < 3:
             groups.append(engine.expert_data_parallel_group[name])
-    return [(*kind, group) for group in groups for kind in kinds] + calls
+    return [(*kind, group) for group in groups for kind in kinds if kind[0] != TO_OWNER.name or group.size() == 2] + calls

@@ -21,7 +21,7 @@ from ds_zipccl.backend.deepspeed_comm import live_runtime
 from ds_zipccl.backend.deepspeed_native import resolve
 from ds_zipccl.backend.zero12_plan import Bucket, all_reduce_numel, balanced_order
 from ds_zipccl.collectives.all_to_all import SINGLE as ALL_TO_ALL
-from ds_zipccl.collectives.reduce_scatter_uneven import SPEC
+from ds_zipccl.collectives.reduce_scatter_uneven import spec_for
 from ds_zipccl.collectives.registry import Call
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.collectives.transport import adjoining
@@ -41,8 +41,9 @@ REASONS = {
 @dataclass
 class ReduceStats:
     """Counters of this process. ``all_reduce_bytes``: what DeepSpeed's ring all_reduces would have sent of the buckets that were
-    reduce-scattered; what was sent is counted under the collectives reduce_scatter_uneven and (second phases) all_to_all_single.
-    ``busiest_bytes``: of these buckets, uncompressed, what the rank with most of each one sends or receives: the time that links need."""
+    reduce-scattered; what was sent is counted under the collectives reduce_scatter_uneven, reduce_to_owner (of two ranks) and (second
+    phases) all_to_all_single. ``busiest_bytes``: of these buckets, uncompressed, what the rank with most of each one sends or receives: the
+    time that links need."""
     straight: int = 0                               # buckets whose slices went straight to their owners
     two_phase: int = 0
     all_reduce_bytes: int = 0
@@ -199,8 +200,9 @@ class Reduction:
         return out, None
 
     def _reduce_scatter(self, inputs: list[torch.Tensor]):
-        call = Call(SPEC.name, inputs[self._group.rank()], tuple(inputs), self._group)
-        reason = policy.reason_for_native(self._runtime.config, SPEC, call)
+        spec = spec_for(tuple(inputs))
+        call = Call(spec.name, inputs[self._group.rank()], tuple(inputs), self._group)
+        reason = policy.reason_for_native(self._runtime.config, spec, call)
         if reason is not None:
             return None, reason
         work = self._runtime.run(call, None)

@@ -70,9 +70,8 @@ class Costs:
         time = math.inf if curve is None else curve.at(num_bytes)
         if not math.isfinite(time):
             return 0.0
-        link = self.native.us_per_byte(num_bytes)
-        if native_bytes is not None:            # another collective, which may send its bytes more than once
-            link = min(link, curve.us_per_byte(num_bytes) * self.ratio)
+        # Native may be another collective, which sends its bytes more than once, or both ways of a link where ours needs one.
+        link = min(self.native.us_per_byte(num_bytes), curve.us_per_byte(num_bytes) * self.ratio)
         time += num_bytes * link * (1 / ratio - 1 / self.ratio)
         return self.native.at(num_bytes if native_bytes is None else native_bytes) / max(time, 1e-3)
 

@@ -5,6 +5,7 @@ reduce-scatters are cut into calls of it. ``input``: a tuple of one tensor per r
 them not empty. ``output``: this rank's sum; it may be this rank's own input.
 """
 import functools
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -219,6 +220,12 @@ def _make_tensors(rank: int, world_size: int, row_numel: int, dtype: torch.dtype
     return torch.empty(row_numel, dtype=dtype, device=device), data.split(row_numel)
 
 
+def _make_one_owners_tensors(rank: int, world_size: int, row_numel: int, dtype: torch.dtype, device):
+    """As many elements as of equal pieces, all of them rank 0's."""
+    data = summable(rank, world_size, world_size * row_numel, dtype, device)
+    return torch.empty(data.numel() if rank == 0 else 0, dtype=dtype, device=device), (data, *[data[:0]] * (world_size - 1))
+
+
 SPEC = register(CollectiveSpec(
     name="reduce_scatter_uneven", family="reduce_scatter", reduces=True, internal=True, row_numel=_row_numel,
     # As if every rank owned as much as the one with most: the busiest link, and the memory there.
@@ -226,3 +233,12 @@ SPEC = register(CollectiveSpec(
     shapes_match=_fits, raw_bytes=_raw_bytes, wire_bytes=_wire_bytes, native=_native, flight=_Reduction,
     uncompressed=_uncompressed, cut=_cut,
     bus_factor=lambda world: (world - 1) / world, first_spill=FIRST_SPILL, make_tensors=_make_tensors))
+#: The same of two ranks of which one owns everything, as it does most buckets of a backward pass: known to the switch, and counted, by
+#: itself, since one way of a link takes another time than both.
+TO_OWNER = register(replace(SPEC, name="reduce_to_owner", whole_numel=lambda call: sum(_numels(call)), native_numel=None,
+                            make_tensors=_make_one_owners_tensors))
+
+
+def spec_for(inputs: tuple[torch.Tensor, ...]) -> CollectiveSpec:
+    """Of pieces for all ranks, in order."""
+    return TO_OWNER if len(inputs) == 2 and not all(t.numel() for t in inputs) else SPEC

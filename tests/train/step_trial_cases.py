@@ -155,7 +155,8 @@ def case_links_are_measured_when_an_engine_is_made(rank, world):
 
     section = {**ADAPTIVE, "step_trials": False}
     two = world == 2
-    sums = {0: ("all_reduce",), **dict.fromkeys((1, 2), ("reduce_scatter_uneven", "all_reduce")), 3: ("reduce_scatter_tensor",)}
+    sums = {0: ("all_reduce",), **dict.fromkeys((1, 2), ("reduce_scatter_uneven", "reduce_to_owner", "all_reduce")),
+            3: ("reduce_scatter_tensor",)}
     with mock.patch.object(switch, "measure", measure):
         for stage, min_bytes, cached, experts in ((0, 0, 0, 0), (1, 0, 0, 0), (2, 0, 0, 1), (3, 0, 0, 0), (3, 0, 1, 0), (3, 1 << 20, 0, 0)):
             steps, seen = [], []

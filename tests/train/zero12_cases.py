@@ -1,6 +1,8 @@
 """Cases run on every rank by test_zero12.py: ZeRO 1 and 2 with their gradients reduce-scattered to the owners."""
+import contextlib
 import copy
 import functools
+from collections import Counter
 from unittest import mock
 
 import deepspeed
@@ -13,11 +15,21 @@ from ds_zipccl.collectives import reduce_scatter_uneven
 from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.train.zero_cases import VOCAB, WIDTH, ZIPPED, Net, settings, train
 
-UNEVEN, A2A = "reduce_scatter_uneven", "all_to_all_single"
+UNEVEN, TO_OWNER, A2A = "reduce_scatter_uneven", "reduce_to_owner", "all_to_all_single"
+
+
+def together(stats: dict) -> dict:
+    """With what went to one owner (of two ranks) in the row of what went to several."""
+    rows = [stats[op] for op in (UNEVEN, TO_OWNER) if op in stats]
+    if not rows:
+        return stats
+    sums = {name: sum(row[name] for row in rows) for name in ("calls_zipped", "calls_native", "raw_bytes", "wire_bytes", "overflows")}
+    reasons = sum((Counter(row["native_reasons"]) for row in rows), Counter())
+    return stats | {UNEVEN: rows[0] | sums | {"native_reasons": dict(reasons)}}
 
 
 def run(stage, dtype="bf16", *, zipccl=None, steps=4, zero=None, model=Net, **extra):
-    """(losses, parameters, statistics, section "zero12") of a training run."""
+    """(losses, parameters, statistics, section "zero12") of a training run; statistics: ``together``."""
     sections = {}
     original = deepspeed_hooks.deactivate
 
@@ -33,7 +45,8 @@ def run(stage, dtype="bf16", *, zipccl=None, steps=4, zero=None, model=Net, **ex
         config["zipccl"] = {**ZIPPED, **zipccl}
     deepspeed_hooks.deactivate = reading
     try:
-        return *train(config, stage, steps=steps, model=model), sections
+        losses, parameters, stats = train(config, stage, steps=steps, model=model)
+        return losses, parameters, together(stats), sections
     finally:
         deepspeed_hooks.deactivate = original
 
@@ -296,18 +309,30 @@ class Deep(nn.Module):
         return self.net(tokens)
 
 
+@contextlib.contextmanager
+def incompressible():
+    """All that goes to owners."""
+    specs = reduce_scatter_uneven.SPEC, reduce_scatter_uneven.TO_OWNER
+    original = [spec.start for spec in specs]
+    for spec in specs:
+        object.__setattr__(spec, "start", lambda *_: "incompressible")
+    try:
+        yield
+    finally:
+        for spec, start in zip(specs, original, strict=True):
+            object.__setattr__(spec, "start", start)
+
+
 def case_the_comparison_can_fail(rank, world):
     """Sums rounded after each rank, or one wrong element in one rank's sums: other losses or parameters."""
     if world > 2:
         clean, inner = run(2, zipccl={}, steps=3), reduce_scatter_uneven.sum_in_order
         reduce_scatter_uneven.sum_in_order = lambda rows, out, *_: out.copy_(functools.reduce(torch.add, rows))
-        start = zero12.SPEC.start
-        object.__setattr__(zero12.SPEC, "start", lambda *_: "incompressible")
         try:
-            assert run(2, zipccl={}, steps=3)[:2] != clean[:2]
+            with incompressible():
+                assert run(2, zipccl={}, steps=3)[:2] != clean[:2]
         finally:
             reduce_scatter_uneven.sum_in_order = inner
-            object.__setattr__(zero12.SPEC, "start", start)
     clean = run(1, zipccl={}, steps=2)
     deliver = Original._deliver
 
@@ -326,12 +351,8 @@ def case_the_comparison_can_fail(rank, world):
 def case_uncompressed_sums_are_the_same(rank, world):
     """Gradients that do not compress: the same arithmetic."""
     clean = run(2, zipccl={}, steps=2)
-    original = zero12.SPEC.start
-    object.__setattr__(zero12.SPEC, "start", lambda *_: "incompressible")
-    try:
+    with incompressible():
         raw = run(2, zipccl={}, steps=2)
-    finally:
-        object.__setattr__(zero12.SPEC, "start", original)
     assert raw[:2] == clean[:2]
     assert raw[2][UNEVEN]["native_reasons"] == {"incompressible": raw[2][UNEVEN]["calls_native"]}
     assert (raw[2][UNEVEN]["raw_bytes"] > 0) == (world > 2)                 # at 2 ranks DeepSpeed's all_reduce has the bytes

@@ -48,13 +48,17 @@ def expected_sum(pieces, rank, world):
     return out
 
 
+def carry(live, spec, output, pieces, **fields):
+    call = Call(spec.name, output, tuple(pieces), dist.group.WORLD, **fields)
+    assert spec.shapes_match(call)
+    work = live.run(call, None)
+    (spec.native(call) if work is None else work).wait()
+    return work is not None
+
+
 def run(live, output, pieces, **fields):
     """As the seam calls it. Returns whether it was ours."""
-    call = Call(UNEVEN, output, tuple(pieces), dist.group.WORLD, **fields)
-    assert SPEC.shapes_match(call)
-    work = live.run(call, None)
-    (SPEC.native(call) if work is None else work).wait()
-    return work is not None
+    return carry(live, SPEC, output, pieces, **fields)
 
 
 def case_uneven_bits(rank, world):
@@ -138,6 +142,30 @@ def case_uneven_under_adaptive(rank, world):
         row = live.stats.snapshot()[UNEVEN]
         assert row["calls_zipped"] + row["calls_native"] == 2 and row["raw_bytes"] == sent_zipped
         assert live.state(dist.group.WORLD, data.device).measured(UNEVEN, torch.bfloat16).costs is not None
+
+
+def case_to_one_owner_at_2(rank, world):
+    """Of two ranks one owns everything: the same sums, measured and counted by itself; what is measured goes one way only."""
+    spec = reduce_scatter_uneven.TO_OWNER
+    test = spec.make_call(dist.group.WORLD, 3000, torch.bfloat16, torch.get_default_device())
+    assert spec.whole_numel(test) == 6000 and [t.numel() for t in test.inputs] == [6000, 0] and test.output.numel() == 6000 * (rank == 0)
+    with runtime() as live, runtime(collectives="adaptive", deterministic_reduce=False) as choosing:
+        for owner in range(world):
+            sizes = [40_000 * (r == owner) for r in range(world)]
+            for make in MAKERS:
+                data = make(40_000, seed=3 * owner + rank)
+                pieces, out = data.split(sizes), torch.empty(sizes[rank], dtype=data.dtype)
+                assert reduce_scatter_uneven.spec_for(pieces) is spec
+                ours = carry(live, spec, out, pieces)
+                assert_same_sum(out, expected_sum(pieces, rank, world), ours, f"{make.__name__} to rank {owner}")
+            carry(choosing, spec, out, pieces)
+        row = live.stats.snapshot()[spec.name]
+        assert row["calls_zipped"] >= 4 and row["overflows"] > 0 and UNEVEN not in live.stats.snapshot()
+        measured = choosing.state(dist.group.WORLD, torch.get_default_device())
+        assert measured.measured(spec.name, torch.bfloat16).costs is not None
+        assert measured.measured(UNEVEN, torch.bfloat16).costs is None
+    full = torch.ones(3)
+    assert reduce_scatter_uneven.spec_for((full, full)) is reduce_scatter_uneven.spec_for((full, full[:0], full)) is SPEC
 
 
 def case_uneven_finds_damage_on_the_way(rank, world):

@@ -13,6 +13,7 @@ CASES = ("case_stage_1_fp32", "case_stage_1_bf16", "case_stage_2_fp32", "case_st
          "case_flipped_bit_changes_training", "case_shipped_configs_train", "case_new_process_group_starts_afresh")
 BEYOND_TWO = ("case_stage_1_bf16", "case_stage_2_bf16", "case_stage_3_fp32", "case_stage_3_bf16", "case_stage_3_uses_the_rank_order_sum")
 DELIVERY = ("case_one_bucket_behind", "case_two_buckets_behind", "case_no_more_than_memory_allows", "case_one_bucket_for_all",
+            "case_sums_have_memory_of_their_own",
             "case_lent_memory_is_not_waited_for", "case_sums_of_another_type_are_not_late", "case_large_buckets_are_not_late")
 
 

@@ -3,7 +3,7 @@ from unittest import mock
 
 from torch import nn
 
-from ds_zipccl.backend import zero3_reduce
+from ds_zipccl.backend import deepspeed_comm, zero3_reduce
 from tests.train.zero_cases import WIDTH, ZIPPED, Net, settings, train
 
 
@@ -51,6 +51,22 @@ def case_no_more_than_memory_allows(rank, world_size):
     with mock.patch.object(zero3_reduce, "MAX_KEPT_BYTES", 1):
         found = trained(5000, Net, late=2)
     assert {num for how, num in found if how == "late"} == {2} and found.count(("end", 1)) == 8, found
+
+
+def case_sums_have_memory_of_their_own(rank, world_size):
+    """As on GPUs: ZeRO-3's outputs lie in their inputs."""
+    copied = []
+
+    class Spied(deepspeed_comm.CopiedBack):
+        def wait(self):
+            copied.append(self._result.data_ptr() != self._output.data_ptr())
+            super().wait()
+
+    for late in (0, 2):
+        with mock.patch.object(deepspeed_comm, "APART", ("cpu", "cuda")), mock.patch.object(deepspeed_comm, "CopiedBack", Spied):
+            trained(5000, Net, late=late)
+        assert len(copied) > 20 and all(copied), (late, copied)
+        copied.clear()
 
 
 def case_one_bucket_for_all(rank, world_size):

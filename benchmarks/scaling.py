@@ -30,45 +30,50 @@ def parse(argv=None):
     parser.add_argument("--ranks", default="2,4,8", help="numbers of ranks; those for which there are no GPUs are left out (default 2,4,8)")
     parser.add_argument("--transports", default=",".join(TRANSPORTS), help=f"of {', '.join(TRANSPORTS)}")
     parser.add_argument("--sizes", default="64M,256M", help="of the collectives, smallest and largest (default 64M,256M)")
-    parser.add_argument("--model", default="350m")
+    parser.add_argument("--model", default="1.3b")
     parser.add_argument("--tokens", default="2048")
     parser.add_argument("--runs3", default="native,zipped,zipped_sums,again", help="ZeRO-3 runs of bench step")
     parser.add_argument("--runs1", default="adams,adams_again,scape90,scape99", help="ZeRO-1 runs of bench step")
-    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--limit", type=int, default=120, help="seconds a command (default 120)")
     parser.add_argument("--seconds", type=int, default=560, help="for everything: what would begin later is left out (default 560)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="measure nothing: plot the rows of this scaling.json, into --out")
+    parser.add_argument("--plot", type=Path, metavar="FILE", nargs="+", help="measure nothing: plot the rows of these files together, into "
+                        "--out")
     parser.add_argument("--dry-run", action="store_true", help="small sizes, a tiny model, one round")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     if args.dry_run:
-        args.sizes, args.model, args.tokens, args.rounds, args.limit = "1M", "tiny", "256", 1, min(args.limit, 60)
+        args.sizes, args.model, args.tokens, args.limit = "1M", "tiny", "256", min(args.limit, 60)
     return args
 
 
-def commands(args, ranks: int):
-    """(kind, arguments of ds_zipccl) of one number of ranks and any transport."""
+def commands(args, ranks: int, transport: str):
+    """(kind, arguments of ds_zipccl) of one number of ranks. Over sockets a step takes more than a second."""
     common = ["--device", args.device, "--ranks", str(ranks)]
     sizes = args.sizes.split(",")
-    yield "collectives", ["bench", "collectives", *common, "--op", OPS, "-b", sizes[0], "-e", sizes[-1]]
-    small = ["--min-bytes", "0", "--bucket-size", "50000", "--steps", "1", "--warmup", "2"] if args.model == "tiny" else []
+    yield "collectives", ["bench", "collectives", *common, "--op", OPS, "-b", sizes[0], "-e", sizes[-1], "--seconds", "0.3"]
+    if args.model == "tiny":
+        turns = ["--min-bytes", "0", "--bucket-size", "50000", "--rounds", "1", "--steps", "1", "--warmup", "2"]
+    elif transport == "sockets":
+        turns = ["--rounds", "4", "--steps", "1", "--warmup", "2", "--skip", "0"]
+    else:
+        turns = ["--rounds", "4", "--steps", "2", "--warmup", "3"]
     cells = [f"{args.model}/{stage}/{args.tokens}/{runs}" for stage, runs in ((3, args.runs3), (1, args.runs1))]
     yield "step", ["bench", "step", *common, "--cells", *cells, "--seq-len", str(min(2048, int(args.tokens))),
-                   "--rounds", str(args.rounds), "--seconds", str(max(10, args.limit - 40)), *small]
+                   "--seconds", str(max(10, args.limit - 40)), *turns]
 
 
 def main(argv=None) -> int:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.plot:
-        plot(json.loads(args.plot.read_text())["rows"], args.out / "scaling.png")
+        plot([row for file in args.plot for row in json.loads(file.read_text())["rows"]], args.out / "scaling.png")
         return 0
     jobs, rows, end, path = [], [], time.monotonic() + args.seconds, args.json or args.out / "scaling.json"
     for ranks in map(int, args.ranks.split(",")):
         if args.device == "cuda" and ranks > torch.cuda.device_count():
             print(f"{ranks} ranks: left out, there are {torch.cuda.device_count()} GPUs", flush=True)
             continue
-        jobs += [(ranks, transport, *command) for transport in args.transports.split(",") for command in commands(args, ranks)]
+        jobs += [(ranks, transport, *command) for transport in args.transports.split(",") for command in commands(args, ranks, transport)]
 
     def do(job) -> tuple[list[dict], float]:
         _, transport, kind, arguments = job
@@ -96,9 +101,12 @@ def line(row: dict) -> str:
     return f"{row['op']} {row['bytes'] >> 20} MiB {'in' if row['in_place'] else 'out of'} place: {row['speedup']:.3f}, wrong {row['wrong']}"
 
 
+LINES = {"as_is": "-", "host": "--", "sockets": ":"}
+
+
 def plot(rows: list[dict], path: Path) -> None:
-    """Speed-up over the rival, and of steps also the efficiency: the time of a step on the fewest ranks by its time on more (the work of a
-    rank is the same)."""
+    """Speed-up of calls and of steps over their rivals; and the steps' efficiency: the time on the fewest ranks by that on more (the work
+    of a rank is the same). A line's colour says what, its kind over which link."""
     try:
         import matplotlib
     except ImportError:
@@ -107,32 +115,39 @@ def plot(rows: list[dict], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    speedups, times = {}, {}
+    figure, axes = pyplot.subplots(1, 3, figsize=(24, 7))
+    titles = "collectives: speed-up over native", "steps: speed-up over the rival", "scaling efficiency of a step"
+    for axis, title, found in zip(axes, titles, curves(rows), strict=True):
+        colours = {what: f"C{i % 10}" for i, what in enumerate(dict.fromkeys(what for what, _ in found))}
+        for (what, transport), points in found.items():
+            axis.plot(list(points), list(points.values()), LINES.get(transport, "-."), marker="o", color=colours[what],
+                      label=f"{what}, {transport}")
+        axis.set(title=title, xlabel="GPUs")
+        axis.grid(alpha=0.3)
+        if found:
+            axis.set_xticks(sorted({ranks for points in found.values() for ranks in points}))
+            axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    axes[1].set_yscale("log")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def curves(rows: list[dict]) -> tuple[dict, dict, dict]:
+    """{(what, transport): {ranks: value}} of the three."""
+    calls, steps, times = {}, {}, {}
     for row in rows:
         if "error" in row:
             continue
+        where = row["transport"]
         if row["op"] == "step":
-            name = f"ZeRO-{row['stage']} {row['run']}, {row['transport']}"
-            times.setdefault(name, {})[row["ranks"]] = row["time_us"]
-        elif row["impl"] != "ours" or row["in_place"]:
-            continue
-        else:
-            name = f"{row['op']} {row['bytes'] >> 20} MiB, {row['transport']}"
-        if row.get("speedup"):
-            speedups.setdefault(name, {})[row["ranks"]] = row["speedup"]
-    figure, axes = pyplot.subplots(1, 2, figsize=(18, 7))
-    for name, points in speedups.items():
-        axes[0].plot(list(points), list(points.values()), marker="o", label=name)
-    for name, points in times.items():
-        axes[1].plot(list(points), [points[min(points)] / us for us in points.values()], marker="o", label=name)
-    for axis, title in zip(axes, ("speed-up over the rival", "scaling efficiency of a step"), strict=True):
-        axis.set(title=title, xlabel="GPUs")
-        axis.grid(alpha=0.3)
-        if axis.lines:
-            axis.set_xticks(sorted({x for line in axis.lines for x in line.get_xdata()}))
-            axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+            what = f"ZeRO-{row['stage']} {row['run']}", where
+            times.setdefault(what, {})[row["ranks"]] = row["time_us"]
+            if row.get("speedup"):
+                steps.setdefault(what, {})[row["ranks"]] = row["speedup"]
+        elif row["impl"] == "ours" and not row["in_place"]:
+            calls.setdefault((f"{row['op']} {row['bytes'] >> 20} MiB", where), {})[row["ranks"]] = row["speedup"]
+    efficiency = {what: {ranks: points[min(points)] / us for ranks, us in sorted(points.items())} for what, points in times.items()}
+    return tuple({what: dict(sorted(points.items())) for what, points in found.items()} for found in (calls, steps, efficiency))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,10 @@ def test_plan_and_plot(tmp_path, monkeypatch):
     assert {c[2].get("NCCL_SHM_DISABLE") for c in calls} == {None, "1"}
     rows = json.loads((tmp_path / "scaling.json").read_text())["rows"]
     assert {(row["ranks"], row["transport"]) for row in rows} == {(r, t) for r in (2, 4) for t in ("as_is", "sockets")}
+    over_calls, over_steps, efficiency = scaling.curves([*rows, {"op": "step", "error": "not done", "transport": "as_is"}])
+    assert over_calls == {("all_gather_into_tensor 64 MiB", transport): {2: 1.3, 4: 1.3} for transport in ("as_is", "sockets")}
+    assert over_steps == {("ZeRO-3 zipped", transport): {2: 1.25, 4: 1.25} for transport in ("as_is", "sockets")}
+    assert efficiency["ZeRO-3 native", "sockets"] == {2: 1.0, 4: 0.5} and efficiency["ZeRO-3 zipped", "as_is"] == {2: 1.0, 4: 1.0}
     plot = tmp_path / "scaling.png"
     assert plot.stat().st_size > 5000
     plot.unlink()

@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_zipccl.backend.deepspeed_comm import waiting_later
 
-LATE = int(os.environ.get("ZIPCCL_LATE") or 0)          # buckets; not the default: one was no faster on two GPUs, more were not timed
+LATE = max(0, int(os.environ.get("ZIPCCL_LATE") or 0))  # buckets; not the default: one was no faster on two GPUs, more were not timed
 MAX_BYTES = 256 << 20       # of a bucket: it takes this much memory longer, and few large calls hold the host seldom
 MAX_KEPT_BYTES = 1 << 30    # of all that are launched and not delivered
 ATTRIBUTE = "zipccl_reduce"             # of an optimizer: its Delay

@@ -93,7 +93,8 @@ def gain_alone(sent: dict[str, int], alone: dict[str, float], ways: tuple[str, .
         return 1.0
     best = {op: min(alone[f"{who} {op}"] for who in ("native", *ways)) for op in sizes}
     ours = sizes | {reduce: min(sizes[reduce], left_reduced / 2)}
-    return native / (sum(size * best[op] for op, size in ours.items()) + scattered * min(alone[f"{who} {scatter}"] for who in ways))
+    ours_us = sum(size * best[op] for op, size in ours.items()) + scattered * min(alone[f"{who} {scatter}"] for who in ways)
+    return native / ours_us if ours_us else 1.0
 
 
 def cells(row: dict) -> list[str]:

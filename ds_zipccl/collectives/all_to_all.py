@@ -183,9 +183,16 @@ class _Exchange(Flight):
         _, _, counts_in, counts = self._word_exchange
         return None if self._headers else self.launch.side.post_to_one(self.words, counts_in, counts)
 
-    def settle(self, words: list[int]) -> int | None:
+    def look(self, words: list[int]) -> None:
+        self._overflows(words)
+
+    def _overflows(self, words: list[int]) -> tuple[list[int], list[int]]:
+        """Peers: to which frames overflowed, and from which. Fills in what they needed."""
         words = iter(words if not self.is_for_all or self.rank == 0 else reversed(words))           # the own one first
-        again, missing = ([peer for peer, need in needs.items() if observe(need, [next(words)])] for needs in self._needs)
+        return tuple([peer for peer, need in needs.items() if observe(need, [next(words)])] for needs in self._needs)
+
+    def settle(self, words: list[int]) -> int | None:
+        again, missing = self._overflows(words)
         if not (again or missing):
             return None
         self.after_early()
@@ -268,6 +275,8 @@ def _start(spec: CollectiveSpec, call: Call, launch: Launch, kind: Kind | None) 
             flight.begin(call)
             return flight
     launch.side.exchange_no_words(call.world_size)      # others may have pairs to zip
+    if not launch.trial:
+        launch.state.count_call()
     return reasons[max(reasons)] or "incompressible"
 
 

@@ -2,9 +2,9 @@
 
 A call may need this rank's host after its launch (to send again what overflowed, for an all_reduce's second phase), while the host waits
 for something else: another group's call, a native one, a message, a file. Ranks that wait in different orders would then wait for each
-other for ever. So calls whose status words have come and that nobody settles for PATIENCE_S are settled by their group's thread, and what
-overflowed is sent again after RESEND_PATIENCE_S: longer, as its place among what a GPU is told to do should be the same on all ranks
-(docs/architecture.md), and a host that makes its ranks wait for less does so by its own waits.
+other for ever. So calls whose status words have come and that nobody settles for PATIENCE_S are settled by their group's thread. On a GPU
+what they send has its place among all that it is told to do, which should be the same on all ranks (docs/architecture.md): there it is sent
+by the thread only after RESEND_PATIENCE_S, when the host is stuck rather than late.
 """
 import atexit
 import itertools
@@ -16,7 +16,7 @@ import weakref
 import torch
 
 PATIENCE_S = 0.02
-RESEND_PATIENCE_S = 1.0
+RESEND_PATIENCE_S = 10.0
 ENDING_S = 1.0              # as long the end of the program waits for the thread that looks
 
 

@@ -71,7 +71,7 @@ class Costs:
         if not math.isfinite(time):
             return 0.0
         # Native may be another collective, which sends its bytes more than once, or both ways of a link where ours needs one.
-        link = min(self.native.us_per_byte(num_bytes), curve.us_per_byte(num_bytes) * self.ratio)
+        link = min(self.native.us_per_byte(num_bytes), time / max(1, num_bytes) * self.ratio)
         time += num_bytes * link * (1 / ratio - 1 / self.ratio)
         return self.native.at(num_bytes if native_bytes is None else native_bytes) / max(time, 1e-3)
 

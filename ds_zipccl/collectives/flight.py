@@ -269,6 +269,10 @@ class Flight:
         if sent_again is not None or self.two_phases:
             self._keep_tensors()
 
+    def look(self, words: list[int]) -> None:
+        """What the call needed, for its classes; ``settle`` finds it again."""
+        observe(self.needs[0], words)
+
     def settle(self, words: list[int]) -> int | None:
         self.resent = observe(self.needs[0], words)
         if not self.resent:

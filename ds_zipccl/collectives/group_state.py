@@ -23,7 +23,8 @@ log = logging.getLogger("ds_zipccl")
 
 MAX_CLASSES = 1024          # of capacity: sizes that are new in every call must not fill the memory
 MAX_UNSETTLED = 16          # calls in flight
-RESEND_LOOKS = int(RESEND_PATIENCE_S / PATIENCE_S)          # of the watch
+#: Of the watch, until what overflowed is sent again.
+RESEND_LOOKS = {"cpu": 2, "cuda": int(RESEND_PATIENCE_S / PATIENCE_S)}
 
 
 class GroupState:
@@ -44,6 +45,7 @@ class GroupState:
         self.num_asked, self.answers = 0, None          # all-to-alls before the switch knows pieces that could be zipped
         self._is_connected = self._ended = False
         self.in_flight: list[Pending] = []         # in launch order; changed here alone
+        self.num_calls = 0                         # that were zipped on any rank: every rank counts alike
         self.when_busy: Callable[[], None] | None = None            # called once a call is in flight
         self._lock = threading.RLock()              # nobody holds it while he waits for another rank's launch
         WATCH.add(self)
@@ -168,7 +170,13 @@ class GroupState:
         self._told |= news
         return {f"{op} {str(dtype).removeprefix('torch.')}": costs.as_dict() for (op, dtype), costs in news.items()}
 
+    def count_call(self) -> int:
+        """Of one that other ranks may have zipped; the number of those before."""
+        self.num_calls += 1
+        return self.num_calls - 1
+
     def add(self, pending: Pending) -> None:
+        pending.number = self.count_call()
         with self._lock:
             self.in_flight.append(pending)
         if self.when_busy is not None:
@@ -178,7 +186,7 @@ class GroupState:
     def advance(self) -> None:
         """Before the next call of the group, zipped or native. Settles what has its status words and is not sent again, and waits for words
         only where it must: for a call that is not to be followed by another before it is settled, or whose handle was dropped (it is
-        completed here, since nobody else will), or where too many are in flight.
+        completed here, since nobody else will), or where too many were launched behind it.
 
         What overflowed is sent again at points of the program alone, the same on every rank that runs it, whenever words come: in these
         cases and in waits. Streams share the hardware's queues: where one rank has a resend before the next payload and another one behind
@@ -187,11 +195,12 @@ class GroupState:
         if not self.in_flight:
             return
         unsettled = [pending for pending in self.in_flight if not pending.settled]
-        must = max([0, len(unsettled) - MAX_UNSETTLED,
-                    *[i for i, pending in enumerate(unsettled, 1) if pending.two_phases or pending.abandoned]])
+        oldest = self.num_calls - MAX_UNSETTLED
+        must = max([0, *[i for i, pending in enumerate(unsettled, 1)
+                         if pending.number < oldest or pending.two_phases or pending.abandoned]])
         try:
             for i, pending in enumerate(unsettled):
-                if i >= must and (not pending.has_words() or pending.is_sent_again()):
+                if i >= must and (not pending.has_words() or pending.may_queue_more()):
                     break
                 self._settle(pending)
             for pending in [pending for pending in self.in_flight if pending.settled and pending.abandoned]:
@@ -213,10 +222,17 @@ class GroupState:
             self._forget_finished()
 
     def bring_up_to_date(self, capacity: Capacity) -> None:
-        """Takes account of what calls of this class needed; waits for the words of those that its next call must not go without."""
+        """Takes account of what calls of this class needed; waits for the words of those that its next call must not go without. A class
+        may be a pair of ranks' own affair: so nothing is sent again here, which other ranks would do elsewhere."""
         while (need := capacity.overdue()) is not None:
             for pending in () if need.is_known() else tuple(self.in_flight):
-                self._settle(pending)
+                if pending.two_phases:
+                    self._settle(pending)
+                elif not pending.settled:
+                    words = pending.await_words()
+                    with self._lock:
+                        if not pending.settled:
+                            pending.look(words)
                 if need.is_known():
                     break
             capacity.take_account()
@@ -272,23 +288,22 @@ class GroupState:
         return True
 
     def push_on(self) -> bool:
-        """Has the group's thread settle what has had its status words since the last look, and nobody has settled; what is sent again only
-        after more looks. Returns whether there are calls that are not settled. Never waits."""
+        """Has the group's thread settle what has had its status words since the last look, and nobody has settled; on a GPU what sends
+        something then only after more looks. Returns whether there are calls that are not settled. Never waits."""
         pending = next((pending for pending in tuple(self.in_flight) if not pending.settled), None)
         if pending is None:
             return False
         if pending.num_looks == 0 or pending.has_words():
             pending.num_looks += 1
-            if pending.num_looks == 2:
-                self.completer.run(functools.partial(self._settle_what_has_words, resends=False))
-            elif pending.num_looks == RESEND_LOOKS:
-                self.completer.run(functools.partial(self._settle_what_has_words, resends=True))
+            resends = pending.num_looks == RESEND_LOOKS[self._device.type]
+            if resends or pending.num_looks == 2:
+                self.completer.run(functools.partial(self._settle_what_has_words, resends))
         return True
 
     def _settle_what_has_words(self, resends: bool) -> None:
         try:
             for pending in tuple(self.in_flight):
-                if not pending.has_words() or not (resends or pending.settled) and pending.is_sent_again():
+                if not pending.has_words() or not (resends or pending.settled) and pending.may_queue_more():
                     break
                 self._settle(pending)
         except Exception:                       # whoever waits for the call gets it too

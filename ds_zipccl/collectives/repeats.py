@@ -24,7 +24,7 @@ from ds_zipccl.collectives.work import Pending, Waiter, ZipWork
 from ds_zipccl.kernels.launch_calls import NOT_SO, refused
 
 MAX_KNOWN = 4096
-#: So many calls of ``again`` may be in flight before one is settled ahead of its ``wait()``: what overflows is sent again a little later.
+#: So many calls of ``again`` may be in flight before one is settled ahead of its ``wait()``.
 FEW = 8
 #: Whether there are calls for ``Repeats.again``.
 AGAIN = os.environ.get("ZIPCCL_AGAIN", "1") not in ("", "0")

@@ -17,6 +17,7 @@ class Pending:
     filled, or failed for good: ``failure`` is then what every wait raises).
     """
     flight = count = None                       # see ``of_flight``
+    number = 0                                  # among the calls of its group
     two_phases = settled = finished = False
     failure: BaseException | None = None
     handle = None                               # weak reference to the caller's Work
@@ -65,9 +66,12 @@ class Pending:
         """``await_words`` would not wait."""
         return self._seen is not None or self._status_work.is_completed()
 
-    def is_sent_again(self) -> bool:
-        """Of one that ``has_words``: whether ``settle`` sends anything again."""
-        return any([word & OVERFLOW_BIT for word in self.await_words()])
+    def may_queue_more(self) -> bool:
+        """Of one that ``has_words``: whether ``settle`` may have something to send: again, or an all_reduce's sums."""
+        return self.two_phases or any([word & OVERFLOW_BIT for word in self.await_words()])
+
+    def look(self, words: list[int]) -> None:
+        """Has the call's classes know what it needed, before it is settled: of one without two phases."""
 
     def settle(self) -> None:
         """After ``await_words`` (an all_reduce: and its first phase), sends again what overflowed.
@@ -157,6 +161,9 @@ class _OfFlight(Pending):
 
     def _release(self) -> None:
         self._payload_work.release()
+
+    def look(self, words: list[int]) -> None:
+        self._payload_work.look(words)
 
 
 class Waiter:

@@ -9,9 +9,11 @@ from itertools import combinations
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.collectives import all_to_all, reduce_scatter, reduce_scatter_uneven, transport
+from ds_zipccl.collectives import all_to_all, group_state, reduce_scatter, reduce_scatter_uneven, transport
 from ds_zipccl.collectives.capacity import CALM_AFTER, LAG
 from ds_zipccl.collectives.registry import Call
+from ds_zipccl.collectives.runtime import Runtime
+from ds_zipccl.collectives.transport import SideChannel
 from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits
 from tests.zipccl import collective_all_reduce_cases, collective_cases, collective_pair_cases, collective_parts_cases
@@ -276,45 +278,80 @@ def case_capacities_agree_however_ranks_wait(rank, world):
             assert all(each == rooms for each in everyones), everyones
 
 
+def uneven_exchange(i, rank, world):
+    """An all-to-all with splits of its own for every pair, new ones at each ``i``, some too small to be zipped: (call, result). Of each
+    piece a share, which grows with ``i``, has exponents that a class has no room for until it has seen them."""
+    def piece(source, target):
+        low, high = sorted((source, target))
+        numel = 0 if low == high else 64 if (i + low + high) % 3 <= i % 2 else 6000 + 512 * ((i * (1 + low + 2 * high)) % 11)
+        data = gaussian(numel, seed=90 * i + 7 * source + target)
+        wide = numel * ((i + 3 * low + high) % 23) // 100
+        data[:wide] = finite(random_bits(wide, seed=i))
+        return data
+
+    pieces = [[piece(r, peer) for peer in range(world)] for r in range(world)]
+    splits = tuple(len(piece) for piece in pieces[rank])
+    data = torch.cat(pieces[rank])
+    call = Call(A2A, torch.empty_like(data), data, dist.group.WORLD, input_splits=splits, output_splits=splits)
+    return call, torch.cat([pieces[r][rank] for r in range(world)])
+
+
 def case_resends_have_one_place_among_launches(rank, world):
     """Of one program on all ranks, each of which is slow at other points, words come at other times: what is queued has one order all the
     same. Streams share a GPU's queues, where a resend before a payload on one rank and behind it on another may wait for ever (seen on
-    H200s)."""
-    shared, own = random.Random(5), random.Random(rank)
-    with runtime(max_workspace_bytes=world << 19) as live:
-        order, overflow = [], live.stats.overflow
+    H200s). Pairs of ranks have classes and overflows of their own, and ranks that have nothing to zip count calls as well."""
+    shared, own, looks = random.Random(5), random.Random(rank), dict(group_state.RESEND_LOOKS)
+    before_native, exchange_pairs = Runtime.before_native, SideChannel.exchange_pairs
+    group_state.RESEND_LOOKS["cpu"], Runtime.before_native = looks["cuda"], lambda *_: None             # as on GPUs
+    try:
+        with runtime(max_workspace_bytes=world << 19, min_bytes=4096) as live:
+            order, overflow, flying = [], live.stats.overflow, []
 
-        def counting(op, raw_bytes):
-            order.append(f"again: {op} of {raw_bytes} bytes")
-            overflow(op, raw_bytes)
+            def counting(op, raw_bytes):
+                if op != A2A:
+                    order.append(f"again: {op} of {raw_bytes} bytes")
+                overflow(op, raw_bytes)
 
-        live.stats.overflow, flying = counting, []
-        for i in range(40):
-            op, makes = shared.choice((AG, RS)), [shared.choice((gaussian, random_bits)) for _ in range(world)]
-            numel = 7000 + 64 * i + (300_000 if i % 8 == 5 else 0)              # each a class of its own; some in parts
-            datas = [finite(make(world * numel if op == RS else numel, seed=50 * i + r)) for r, make in enumerate(makes)]
-            if op == AG:
-                call, result = Call(AG, torch.empty(world * numel, dtype=torch.bfloat16), datas[rank], dist.group.WORLD), torch.cat(datas)
-            else:
-                call, result = Call(RS, torch.empty(numel, dtype=torch.bfloat16), datas[rank], dist.group.WORLD), torch.empty(
-                    numel, dtype=torch.bfloat16)
-                sum_in_order([data.view(world, -1)[rank] for data in datas], result)
-            time.sleep(own.choice((0, 0, 1e-3, 4e-3)))
-            order.append(f"launch {i}")
-            flying.append((i, *begin(live, call), call.output, result))
-            while len(flying) > shared.randrange(6):
-                time.sleep(own.choice((0, 0, 2e-3)))
-                i_waited, work, ours, out, result = flying.pop(shared.randrange(len(flying)))
-                order.append(f"wait {i_waited}")
+            def with_peers(self, out, data):
+                order.append({*out, *data})
+                return exchange_pairs(self, out, data)
+
+            live.stats.overflow, SideChannel.exchange_pairs = counting, with_peers
+            for i in range(60):
+                op, makes = shared.choice((AG, RS, A2A)), [shared.choice((gaussian, random_bits)) for _ in range(world)]
+                numel = 7000 + 64 * i + (300_000 if i % 8 == 5 else 0)              # each a class of its own; some in parts
+                datas = [finite(make(world * numel if op == RS else numel, seed=50 * i + r)) for r, make in enumerate(makes)]
+                if op == A2A:
+                    call, result = uneven_exchange(i, rank, world)
+                elif op == AG:
+                    result = torch.cat(datas)
+                    call = Call(AG, torch.empty_like(result), datas[rank], dist.group.WORLD)
+                else:
+                    result = torch.empty(numel, dtype=torch.bfloat16)
+                    call = Call(RS, torch.empty_like(result), datas[rank], dist.group.WORLD)
+                    sum_in_order([data.view(world, -1)[rank] for data in datas], result)
+                time.sleep(own.choice((0, 0, 1e-3, 4e-3)))
+                order.append(f"launch {i}")
+                flying.append((i, *begin(live, call), call.output, result))
+                while len(flying) > shared.randrange(6) + 18 * (20 < i < 40):
+                    time.sleep(own.choice((0, 0, 2e-3)))
+                    i_waited, work, ours, out, result = flying.pop(shared.randrange(len(flying)))
+                    order.append(f"wait {i_waited}")
+                    work.wait()
+                    assert_same_sum(out, result, ours, f"call {i_waited}")
+            for *_, work, _, _, _ in flying:
                 work.wait()
-                assert_same_sum(out, result, ours, f"call {i_waited}")
-        for *_, work, _, _, _ in flying:
-            work.wait()
-        everyones = [None] * world
-        dist.all_gather_object(everyones, order)
-        assert sum(line.startswith("again") for line in order) > 10
-        for other in everyones:
-            assert other == order, [pair for pair in zip(order, other, strict=False) if pair[0] != pair[1]][:3]
+            everyones = [None] * world
+            dist.all_gather_object(everyones, order)
+    finally:
+        group_state.RESEND_LOOKS.update(looks)
+        Runtime.before_native, SideChannel.exchange_pairs = before_native, exchange_pairs
+    counts = sum("again" in line for line in order), sum(isinstance(line, set) for line in order)
+    assert min(counts) > 5, counts
+    for peer, other in enumerate(everyones):
+        mine, theirs = ([line for line in lines if isinstance(line, str) or of in line] for lines, of in ((order, peer), (other, rank)))
+        mine, theirs = ([line if isinstance(line, str) else "the pair" for line in lines] for lines in (mine, theirs))
+        assert peer == rank or theirs == mine, (peer, [pair for pair in zip(mine, theirs, strict=False) if pair[0] != pair[1]][:3])
 
 
 def case_exchanges_by_gathers_at_2(rank, world):

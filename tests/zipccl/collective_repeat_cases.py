@@ -30,6 +30,9 @@ def call_and_result(op, rank, world, row, seed, noise=False, group=None):
         result, output = gathered(data, world), torch.empty(world * row, dtype=BF16)
     elif op in (RS, "reduce_scatter", "reduce_scatter_uneven"):
         result, output = rank_order_sum(data, rank, world), torch.empty(row, dtype=BF16)
+    elif op == "reduce_to_owner":               # rank 0
+        result = everyones_sum(data, world)[:numel if rank == 0 else 0]
+        output, sent = torch.empty_like(result), (data, *[data[:0]] * (world - 1))
     elif op in ("all_to_all_single", "all_to_all"):
         result, output = gathered(data, world).view(world, world, row)[:, rank].reshape(-1), torch.empty_like(data)
     elif op == "all_reduce":

@@ -15,7 +15,8 @@ from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.kernels.launch_calls import LaunchCalls
 
 GPU, WORLD, ROW = torch.device("cuda", 0), 2, 4096
-OPS = tuple(specs(internal=True))
+#: But reduce_to_owner: reduce_scatter_uneven's flight, in which a rank encodes or decodes, never both.
+OPS = tuple(op for op in specs(internal=True) if op != "reduce_to_owner")
 PREPARED = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce", "broadcast")
 AGAIN = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")             # known ones are one call of C
 MAIL = 0x1234500         # an entry of a mailbox

@@ -1,13 +1,19 @@
 """How much slower a matrix product gets beside a collective, native or ours, and how long both take together.
 
     python benchmarks/interference.py --ranks 2 [--size 256M] [--sms 0,64,32] [--json FILE]
+    python benchmarks/interference.py --ranks 1 --ways copies,kernels --sms 0,64,32             # the kernels alone, on one GPU
 
 Per collective and way, on every rank: the products alone, the collectives alone, and both at once, products on one stream and collectives
 on another; medians over --rounds, in turns. ``products_slower``: time of the products beside the collectives / alone. ``both``: time until
-all is done / the longer of the two alone (1: perfectly hidden). Results of the collectives are compared with native's by bits first, those
-of the products after every round. --sms: zipped, with all kernels of the codec on so many multiprocessors of each GPU (0: all), by streams
-of a green context; NCCL's kernels are where they always are. --device cpu runs the same over gloo, to try the script: there nothing
-runs beside anything.
+all is done / the longer of the two alone (1: perfectly hidden). ``serial``: the same / both alone, one after the other (1: nothing is
+gained). Results of the collectives are compared with native's by bits first, those of the products after every round.
+
+Ways: ``native``, ``zipped``, ``one_sided`` are collectives. ``kernels``: what one of two ranks computes for such a call, without any
+transfer. ``copies``: as many plain copies of its part as there are kernels, so a little more traffic in memory (4 bytes for 3.4).
+
+--sms: ``zipped`` and ``kernels``, with all kernels of the codec on so many multiprocessors of each GPU (0: all), by streams of a green
+context; NCCL's kernels are where they always are. --device cpu runs the same over gloo, to try the script: there nothing runs beside
+anything.
 """
 import argparse
 import ctypes
@@ -23,14 +29,18 @@ from ds_zipccl.backend import front
 from ds_zipccl.cli import ranks
 from ds_zipccl.cli.bench_codec import parse_size
 from ds_zipccl.cli.bench_collectives import count_wrong, make_call
+from ds_zipccl.codec.codec import Codec, split_status
 from ds_zipccl.collectives.registry import specs
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import loader
+from ds_zipccl.kernels.rank_order import sum_in_order
 from zipscape.machine import write_json
 
-#: Way -> its setting ``transport``; native is none of ours.
-WAYS = {"native": None, "zipped": "process_group", "one_sided": "symmetric_memory"}
+#: Way -> its setting ``transport``; the others are none of ours.
+TRANSPORTS = {"zipped": "process_group", "one_sided": "symmetric_memory"}
+WAYS = ("native", "zipped", "one_sided", "kernels", "copies")
+LIMITED = ("zipped", "kernels")         # those that wait for each other count on room for all
 OPS = "all_gather_into_tensor,reduce_scatter_tensor"
 PRODUCTS_MS = 20.0          # about as long as the products of one round take
 
@@ -39,7 +49,7 @@ def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=None, help="spawn so many here instead of using a launcher")
     parser.add_argument("--op", default=OPS)
-    parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--ways", default="native,zipped,one_sided", help=f"of {', '.join(WAYS)} (default: the collectives)")
     parser.add_argument("--sms", default="0", help="multiprocessors for our kernels, a list of numbers (default 0: all)")
     parser.add_argument("--size", default="256M", help="of the whole tensor")
     parser.add_argument("--side", type=int, default=4096, help="of the square BF16 matrices (default 4096)")
@@ -130,29 +140,95 @@ def limited_streams(num_sms: int, device: torch.device, count: int) -> tuple[lis
     return [torch.cuda.ExternalStream(handle.value, device=device) for handle in handles], kept
 
 
-def measure(spec, way: str, products: Products, args, device: torch.device, num_sms: int = 0) -> dict:
-    runtime = None
-    if way != "native":
-        config = ZipcclConfig(enabled=True, collectives="always", min_bytes=0, transport=WAYS[way], split_lists="all_or_none")
-        runtime = Runtime(config, {device.type: loader.resolve("best", device.type)})
-    call = make_call(spec, parse_size(args.size), torch.bfloat16, device, False)
-    side = torch.cuda.Stream(device) if device.type == "cuda" else None
-    if num_sms and runtime and side:
-        (side, decode), num_sms = limited_streams(num_sms, device, 2)
-        runtime.state(call.group, device).decode_stream = decode
+class Collectives:
+    """One collective again and again."""
 
-    def one():
-        work = front.run(runtime, call) if runtime else None
-        return spec.native(call) if work is None else work
+    def __init__(self, op: str, way: str, args, device: torch.device, num_sms: int):
+        self._spec, self._runtime, self.num_sms = specs()[op], None, 0
+        if way in TRANSPORTS:
+            config = ZipcclConfig(enabled=True, collectives="always", min_bytes=0, transport=TRANSPORTS[way], split_lists="all_or_none")
+            self._runtime = Runtime(config, {device.type: loader.resolve("best", device.type)})
+        self._call = make_call(self._spec, parse_size(args.size), torch.bfloat16, device, False)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if num_sms and self._runtime and self.stream:
+            (self.stream, decode), self.num_sms = limited_streams(num_sms, device, 2)
+            self._runtime.state(self._call.group, device).decode_stream = decode
+
+    def launch(self):
+        work = front.run(self._runtime, self._call) if self._runtime else None
+        return self._spec.native(self._call) if work is None else work
+
+    def wrong(self, to_its_end) -> int:
+        return count_wrong(self._spec, self._call, to_its_end) if self._runtime else 0
+
+    def end(self) -> dict:
+        """What a row has of it."""
+        if self._runtime is None:
+            return {}
+        stats = self._runtime.stats.snapshot()[self._spec.name]
+        self._runtime.close()
+        return {name: stats[name] for name in ("calls_zipped", "calls_one_sided", "calls_native")}
+
+
+class Kernels:
+    """What one of two ranks computes in a call: it encodes the half that it sends, and decodes the half that comes, or adds it. Or two
+    copies of a half."""
+
+    def __init__(self, op: str, way: str, args, device: torch.device, num_sms: int):
+        self._copies, self._adds, self.num_sms = way == "copies", op == "reduce_scatter_tensor", 0
+        if not self._adds and op != "all_gather_into_tensor":
+            raise SystemExit(f"--ways {way}: --op {op} is not known to it, only {OPS}")
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if num_sms and not self._copies and self.stream:
+            (self.stream,), self.num_sms = limited_streams(num_sms, device, 1)
+        numel = parse_size(args.size) // 4
+        self._rows = (0.02 * torch.randn(2, numel, generator=torch.Generator(device).manual_seed(7), device=device)).bfloat16()
+        self._codec = Codec.of(torch.bfloat16, numel, device.type)
+        self._out, self._frames = torch.empty_like(self._rows[0]), self._codec.empty_frames(2, device)
+        self._status = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def launch(self) -> "Kernels":
+        own, other = self._rows
+        if self._copies:
+            self._out.copy_(own)
+            self._out.copy_(other)
+        else:
+            self._codec.encode(self._rows, self._frames, self._status, 0)
+            if self._adds:
+                self._codec.decode_reduce(self._frames, own, 0, self._out)
+            else:
+                self._codec.decode(self._frames[1:], self._out.view(1, -1))
+        return self
+
+    def wait(self) -> None:
+        pass                                # as a collective's work on a GPU: in stream order
+
+    def wrong(self, to_its_end) -> int:
+        expected = torch.empty_like(self._out)
+        if self._adds and not self._copies:
+            sum_in_order(self._rows, expected)
+        else:
+            expected.copy_(self._rows[1])
+        self._out.fill_(1.5)
+        to_its_end()
+        overflowed, _ = split_status(self._status.item())
+        return int((self._out.view(torch.int16) != expected.view(torch.int16)).sum()) + overflowed
+
+    def end(self) -> dict:
+        return {}
+
+
+def measure(op: str, way: str, products: Products, args, device: torch.device, num_sms: int = 0) -> dict:
+    load = (Kernels if way in ("kernels", "copies") else Collectives)(op, way, args, device, num_sms)
 
     def to_its_end() -> None:
-        if side:
-            side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):               # no stream, no effect
-            one().wait()
+        if load.stream:
+            load.stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(load.stream):        # no stream, no effect
+            load.launch().wait()
         _settle(device)
 
-    wrong = 0 if way == "native" else count_wrong(spec, call, to_its_end)
+    wrong = load.wrong(to_its_end)
     for _ in range(3):
         to_its_end()
     start = time.perf_counter()
@@ -160,12 +236,12 @@ def measure(spec, way: str, products: Products, args, device: torch.device, num_
         to_its_end()
     count = max(2, round(PRODUCTS_MS / _agreed((time.perf_counter() - start) / 3 * 1e3, device)))
 
-    def collectives() -> None:
-        with torch.cuda.stream(side):
-            for work in [one() for _ in range(count)]:
+    def queue_load() -> None:
+        with torch.cuda.stream(load.stream):
+            for work in [load.launch() for _ in range(count)]:
                 work.wait()
 
-    def together(with_products: bool, with_collectives: bool) -> tuple[float, float]:
+    def together(with_products: bool, with_load: bool) -> tuple[float, float]:
         """Milliseconds until the products are done, and until all is."""
         dist.barrier()
         _settle(device)
@@ -173,42 +249,38 @@ def measure(spec, way: str, products: Products, args, device: torch.device, num_
         if with_products:
             products.queue()
         first = took()
-        if with_collectives:
-            collectives()
+        if with_load:
+            queue_load()
         _settle(device)
         return first(), (time.perf_counter() - start) * 1e3
 
     times = {"products": [], "collectives": [], "beside": [], "both": []}
     for turn in range(args.rounds + 1):
         alone, _ = together(True, False)
-        _, coll = together(False, True)
+        _, others = together(False, True)
         beside, both = together(True, True)
         products.check()
         if turn:
-            for name, value in zip(times, (alone, coll, beside, both), strict=True):
+            for name, value in zip(times, (alone, others, beside, both), strict=True):
                 times[name].append(_agreed(value, device))
     found = {name: statistics.median(values) for name, values in times.items()}
-    row = {"op": spec.name, "impl": way, "sms": num_sms, "bytes": parse_size(args.size), "ranks": dist.get_world_size(),
-           "wrong": int(_agreed(wrong, device)), "num_products": products.count, "num_collectives": count,
-           **{f"{name}_ms": value for name, value in found.items()},
-           "products_slower": found["beside"] / found["products"],
-           "both": found["both"] / max(found["products"], found["collectives"])}
-    if runtime:
-        stats = runtime.stats.snapshot()[spec.name]
-        row |= {name: stats[name] for name in ("calls_zipped", "calls_one_sided", "calls_native")}
-        runtime.close()
-    return row
+    return {"op": op, "impl": way, "sms": load.num_sms, "bytes": parse_size(args.size), "ranks": dist.get_world_size(),
+            "wrong": int(_agreed(wrong, device)), "num_products": products.count, "num_collectives": count,
+            **{f"{name}_ms": value for name, value in found.items()},
+            "products_slower": found["beside"] / found["products"],
+            "both": found["both"] / max(found["products"], found["collectives"]),
+            "serial": found["both"] / (found["products"] + found["collectives"]), **load.end()}
 
 
 def bench(args, argv: list[str]) -> int:
     device = torch.device(args.device, torch.cuda.current_device() if args.device == "cuda" else None)
     products, rows = Products(args.side, device), []
     products.count = int(_agreed(products.count, device))
-    limits = [int(text) for text in args.sms.split(",")]
-    whole = itertools.product(args.op.split(","), args.ways.split(","), [0] if 0 in limits else [])
-    limited = itertools.product(args.op.split(","), ["zipped"] if "zipped" in args.ways.split(",") else [], [n for n in limits if n])
-    for op, way, num_sms in (*whole, *limited):     # kernels of the one-sided way wait for each other, and count on room for all
-        rows.append(measure(specs()[op], way, products, args, device, num_sms))
+    limits, ways = [int(text) for text in args.sms.split(",")], args.ways.split(",")
+    whole = itertools.product(args.op.split(","), ways, [0] if 0 in limits else [])
+    limited = itertools.product(args.op.split(","), [way for way in ways if way in LIMITED], [n for n in limits if n])
+    for op, way, num_sms in (*whole, *limited):
+        rows.append(measure(op, way, products, args, device, num_sms))
         if dist.get_rank() == 0:
             print("  ".join(f"{name} {round(value, 3) if isinstance(value, float) else value}" for name, value in rows[-1].items()),
                   flush=True)
@@ -218,8 +290,14 @@ def bench(args, argv: list[str]) -> int:
 
 
 def main(argv=None) -> int:
-    args = parse(argv)
-    return ranks.run(bench, args.ranks, args.device, args, sys.argv[1:] if argv is None else argv)
+    args, words = parse(argv), sys.argv[1:] if argv is None else argv
+    if args.ranks == 1 and not {*args.ways.split(",")} - {"kernels", "copies"}:
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            return bench(args, words)
+        finally:
+            dist.destroy_process_group()
+    return ranks.run(bench, args.ranks, args.device, args, words)
 
 
 if __name__ == "__main__":

@@ -231,6 +231,9 @@ class Plan:
         for transport in self._transports("host", "as_is"):
             yield self._with_ranks(f"interference:{transport}", f"benchmarks/interference.py --size {size}{sms}",
                                    ENVIRONMENTS[transport], 240)
+        limits = " --sms 0,96,64,32,16" if self._on_gpu else ""
+        alone = f"--ranks 1 --ways copies,kernels --size {size}{limits} {device}"
+        yield self._part("interference:kernels", f"benchmarks/interference.py {alone}", {}, 120)
         if not args.one_gpu:
             small = " --dry-run" if self._small else ""
             there = "" if self._on_gpu else f" --ranks {args.ranks} --transports as_is"

@@ -4,12 +4,22 @@ import subprocess
 import sys
 
 
-def test_rows_on_a_cpu(tmp_path):
-    file = tmp_path / "rows.json"
-    settings = "--ranks 2 --device cpu --size 256K --side 64 --rounds 1 --op reduce_scatter_tensor --ways native,zipped"
-    command = [sys.executable, "benchmarks/interference.py", *settings.split(), "--json", str(file)]
+def rows(folder, settings):
+    file = folder / "rows.json"
+    command = [sys.executable, "benchmarks/interference.py", *settings.split(), "--device", "cpu", "--json", str(file)]
     subprocess.run(command, check=True, timeout=120)
-    native, zipped = json.loads(file.read_text())["rows"]
+    return json.loads(file.read_text())["rows"]
+
+
+def test_kernels_alone_on_a_cpu(tmp_path):
+    found = rows(tmp_path, "--ranks 1 --size 256K --side 64 --rounds 1 --ways copies,kernels")
+    assert [(row["op"], row["impl"]) for row in found] == [(op, way) for op in ("all_gather_into_tensor", "reduce_scatter_tensor")
+                                                           for way in ("copies", "kernels")]
+    assert all(row["wrong"] == 0 and row["both_ms"] >= row["beside_ms"] > 0 for row in found)
+
+
+def test_rows_on_a_cpu(tmp_path):
+    native, zipped = rows(tmp_path, "--ranks 2 --size 256K --side 64 --rounds 1 --op reduce_scatter_tensor --ways native,zipped")
     assert (native["impl"], zipped["impl"]) == ("native", "zipped") and zipped["calls_zipped"] > 10 and zipped["calls_native"] == 0
     for row in (native, zipped):
         assert row["wrong"] == 0 and row["products_slower"] == row["beside_ms"] / row["products_ms"]

@@ -30,7 +30,7 @@ def accept(part: tables.Part, monkeypatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(ranks, "run", stop)
-        if not part.name.startswith(("links:", "steps:", "trace:", "interference:")):
+        if part.name == "interference:kernels" or not part.name.startswith(("links:", "steps:", "trace:", "interference:")):
             patch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
         for name, value in part.environment.items() if part.ranks else ():
             patch.setenv(name, value)

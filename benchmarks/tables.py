@@ -83,6 +83,10 @@ KINDS = {"3": Kind(3, "native,zipped,cached,one_sided,again,silent", None, "nati
          "zeropp": Kind(3, "native,zeropp,again", limit=300)}            # DeepSpeed compiles its operations first
 
 
+#: Only what any file system, archive or copying program takes.
+FILE_NAMES = str.maketrans({":": "_", "/": "_", ",": "-"})
+
+
 @dataclass(frozen=True)
 class Part:
     """``arguments``: of python, but for --json. ``limit``: seconds. ``ranks``: of one GPU, to be started; 0: the command does it."""
@@ -277,7 +281,7 @@ def main(argv=None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     facts = {"revision": args.revision or revision(), "device": args.device}
     for part in parts:
-        path = args.out / (part.name.replace(":", "_").replace("/", "_") + ".json")
+        path = args.out / (part.name.translate(FILE_NAMES) + ".json")
         if args.resume and path.exists():
             print(f"{part.name}: {path} is there", flush=True)
             continue

@@ -118,7 +118,7 @@ def test_a_small_part_over_gloo(how, tmp_path):
 
 def test_a_failed_part_is_kept_and_the_next_one_runs(tmp_path, monkeypatch, capfd):
     arguments = [*commands.DS_ZIPCCL, "bench", "step", "--device", "cpu", "--ranks", "2", "--models", "huge"]
-    broken = tables.Part("broken:a/b", arguments, {}, 60)
+    broken = tables.Part("broken:a/b,c", arguments, {}, 60)
     script = ("import json, os, sys; print('as it comes'); late = os.environ['ZIPCCL_LATE']; "
               "rows = [{'op': 'step', 'transport': 'host', 'late': late}, {'mode': 'plain'}]; "
               "left_out = ['host tiny/3/32/native: native', 'host tiny/3/64/native']; "
@@ -127,8 +127,8 @@ def test_a_failed_part_is_kept_and_the_next_one_runs(tmp_path, monkeypatch, capf
     monkeypatch.setattr(tables.Plan, "__iter__", lambda self: iter([broken, good]))
     arguments = ["--device", "cpu", "--out", str(tmp_path), "--revision", "abc"]
     assert tables.main(arguments) == 1 and "as it comes" in capfd.readouterr().out
-    [row] = json.loads((tmp_path / "broken_a_b.json").read_text())["rows"]
-    assert row["op"] == "broken:a/b" and row["error"].startswith("status 2") and "huge" in row["error"]
+    [row] = json.loads((tmp_path / "broken_a_b-c.json").read_text())["rows"]
+    assert row["op"] == "broken:a/b,c" and row["error"].startswith("status 2") and "huge" in row["error"]
     assert row["command"].startswith("ds_zipccl bench step")
     found = json.loads((tmp_path / "steps_good.json").read_text())
     assert found["rows"] == [{"op": "step", "transport": "host, ZIPCCL_LATE=1", "late": "1"}, {"mode": "plain"}]
@@ -139,7 +139,7 @@ def test_a_failed_part_is_kept_and_the_next_one_runs(tmp_path, monkeypatch, capf
     assert tables.main([*arguments, "--resume", "--seconds", "59"]) == 0 and not (tmp_path / "steps_good.json").exists()
     assert tables.main([*arguments, "--resume"]) == 0 and (tmp_path / "steps_good.json").exists()
     out = capfd.readouterr().out
-    assert "left out, 59 s" in out and out.count("broken:a/b") == 2 and "good.json is there" not in out
+    assert "left out, 59 s" in out and out.count("broken:a/b,c") == 2 and "good.json is there" not in out
 
 
 def test_an_interruption_leaves_no_file_of_its_part(tmp_path, monkeypatch):

@@ -84,6 +84,10 @@ def _left_out_where(is_so: Callable[[int], bool], why: str) -> Callable[[Callabl
 #: The case, left out where ranks share a GPU: no peer's memory is there to write into. On CPUs stand-ins have some.
 needs_a_gpu_each = _left_out_where(lambda world_size: DEVICE == "cuda" and torch.cuda.device_count() < world_size,
                                    "one-sided transfers need a GPU for each rank")
+#: The case, left out on GPUs: it has a CPU do as they do.
+stands_for_a_gpu = _left_out_where(lambda _: DEVICE == "cuda", "in it a CPU does what GPUs do in every case")
+#: The case, left out of a rank alone.
+needs_peers = _left_out_where(lambda world_size: world_size == 1, "one rank alone has no peers")
 #: The case, left out on GPUs: it needs what only a stand-in for symmetric memory does.
 needs_stand_ins = _left_out_where(lambda _: DEVICE == "cuda", "symmetric memory is real here")
 

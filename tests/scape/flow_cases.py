@@ -15,6 +15,7 @@ from ds_scape.sync import sparse_reduce
 from ds_scape.update import adams
 from ds_scape.update.scape_rule import step_bound
 from tests.helpers.bits import assert_same_bits
+from tests.helpers.ranks import needs_peers
 from tests.scape.flow_helpers import Problem, compare, run
 from tests.scape.test_passage import UnrulyStreams
 from zipscape.errors import ZipScapeError
@@ -369,10 +370,9 @@ def case_bytes_are_the_formulas(rank, world_size):
     assert sum(sparse) < 0.25 * sum(dense)
 
 
+@needs_peers
 def case_the_mask_is_gathered_behind_the_next_step(rank, world_size):
     """step() returns on rank 0 before any other rank has begun to send its next mask; nothing else may be under way then."""
-    if world_size == 1:
-        return
     flow, store = Problem(world_size).flow(dist, rank), dist.distributed_c10d._get_default_store()
     run_steps = [Problem(world_size).gradient(rank, step) for step in (1, 2, 3)]
     flow.step(run_steps[0])

@@ -14,6 +14,7 @@ from tests.helpers.bits import assert_same_bits, gaussian, random_bits
 from tests.zipccl.collective_helpers import (
     AG,
     RS,
+    SEES_DAMAGE,
     SIGNS_OF_4096,
     carry_out,
     flip,
@@ -61,34 +62,28 @@ def case_native_call_between_launch_and_wait(rank, world):
 
 
 def case_corrupt_frame_fails_its_own_call_only(rank, world):
-    """FrameError at every wait of that call; neither the next call nor close() stumbles over it. (Kernels on a GPU note
-    corrupt frames and do not raise.)"""
-    if torch.get_default_device().type == "cuda":
-        return
+    """FrameError at every wait of that call; neither the next call nor close() stumbles over it."""
     original = transport.all_gather_bytes
 
     def corrupting(out, own, group):
-        work = original(out, own, group)
-        work.wait()
-        if rank == 0:
-            out.fill_(7)
-        return work
+        return spoiled(original(out, own, group), lambda: rank == 0 and out.fill_(7))
 
-    with runtime() as live:
-        data = gaussian(4000, seed=rank)
-        out = torch.empty(world * 4000, dtype=data.dtype)
-        all_gather.all_gather_bytes = corrupting
-        try:
-            work = launch(live, AG, out, data)
-        finally:
-            all_gather.all_gather_bytes = original
-        for _ in range(2):
-            with pytest.raises(FrameError) if rank == 0 else contextlib.nullcontext():
-                work.wait()
-        assert work.is_success() == (rank != 0)
-        del work
-        carry_out(live, AG, out, data)
-        assert_same_bits(out, gathered(data, world), "the call after")
+    for integrity, words in SEES_DAMAGE:
+        with runtime(integrity=integrity) as live:
+            data = gaussian(4000, seed=rank)
+            out = torch.empty(world * 4000, dtype=data.dtype)
+            all_gather.all_gather_bytes = corrupting
+            try:
+                work = launch(live, AG, out, data)
+            finally:
+                all_gather.all_gather_bytes = original
+            for _ in range(2):
+                with pytest.raises(FrameError, match=words) if rank == 0 else contextlib.nullcontext():
+                    work.wait()
+            assert work.is_success() == (rank != 0)
+            del work
+            carry_out(live, AG, out, data)
+            assert_same_bits(out, gathered(data, world), f"the call after, integrity {integrity}")
 
 
 def case_side_channel_has_the_groups_timeout(rank, world):

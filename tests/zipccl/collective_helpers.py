@@ -1,20 +1,24 @@
 """What the cases on plain torch groups share: a runtime, calls as a front makes them, expected results."""
 import contextlib
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from ds_zipccl.backend import front
-from ds_zipccl.collectives import nccl_direct, transport
+from ds_zipccl.collectives import completer, group_state, nccl_direct, transport
 from ds_zipccl.collectives.registry import Call, specs
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import loader
 from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import assert_same_bits
+from tests.helpers.ranks import DEVICE
 
 AG, RS, A2A = "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"
 SIGNS_OF_4096 = 128 + 256 + 4 * 384       # in a frame of 4 blocks: sign and mantissa of element 0
+#: (``integrity``, words of the error) with which a frame of other bytes fails its call. Kernels on a GPU take note and do not raise.
+SEES_DAMAGE = (*[("off", "corrupt")] * (DEVICE == "cpu"), ("checksum", "not a ZipCCL frame"))
 SIZES = (1, 257, 1024, 1025, 2047, 33000)           # the first two are native: their frames would be larger
 
 
@@ -63,6 +67,14 @@ def payloads_by_torch():
         yield
     finally:
         nccl_direct.handle, transport.PAIRS_GATHER = original, None
+
+
+@contextlib.contextmanager
+def sent_again_soon():
+    """Of ranks whose hosts wait for each other: what overflowed is sent again by the group's thread on a GPU after a second, not after ten
+    (on a CPU at once, as ever)."""
+    with mock.patch.dict(group_state.RESEND_LOOKS, cuda=round(1 / completer.PATIENCE_S)):
+        yield
 
 
 def spoiled(work, spoil):

@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 from ds_zipccl.collectives import all_to_all, group_state, reduce_scatter, reduce_scatter_uneven, transport
 from ds_zipccl.collectives.capacity import CALM_AFTER, LAG
+from ds_zipccl.collectives.completer import RESEND_PATIENCE_S
 from ds_zipccl.collectives.registry import Call
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.collectives.transport import SideChannel
 from ds_zipccl.kernels.rank_order import sum_in_order
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits
 from tests.zipccl import collective_all_reduce_cases, collective_cases, collective_pair_cases, collective_parts_cases
-from tests.zipccl.collective_helpers import A2A, AG, RS, assert_same_sum, begin, finite, payloads_by_torch, runtime
+from tests.zipccl.collective_helpers import A2A, AG, RS, assert_same_sum, begin, finite, payloads_by_torch, runtime, sent_again_soon
 
 LIMIT_S = 40                            # of a case's calls; alone they take milliseconds, and a deadlock the group's 60 s
 N = 20000
@@ -79,6 +80,7 @@ def _overflowed(live, kinds):
         assert live.stats.snapshot()[kind]["overflows"] >= 1, "the case tests nothing"
 
 
+@sent_again_soon()
 def case_two_groups_waited_for_in_different_orders(rank, world):
     """Launched in one order; the first rank waits for the first group's call first, the others for the second group's."""
     for number, kinds in enumerate([*((kind, kind) for kind in KINDS), (AG, "all_reduce"), ("all_reduce", "all_to_all_single")]):
@@ -91,6 +93,21 @@ def case_two_groups_waited_for_in_different_orders(rank, world):
             _overflowed(live, kinds)
 
 
+def case_two_groups_waited_for_with_all_patience(rank, world):
+    """The same once, with nothing hurried: on a GPU what overflowed is sent again when a host is stuck, not when it is late."""
+    with runtime() as live:
+        with in_time():
+            calls = [Started(live, AG, group, 5 + i) for i, group in enumerate(everyone(world, 2))]
+            start = time.monotonic()
+            for call in calls if rank == 0 else reversed(calls):
+                call.check()
+            took = time.monotonic() - start
+        _overflowed(live, [AG])
+    if torch.get_default_device().type == "cuda":
+        assert took > RESEND_PATIENCE_S / 2, f"{took:.1f} s: sent again while the hosts might still have been on their way"
+
+
+@sent_again_soon()
 def case_two_groups_launched_in_different_orders(rank, world):
     """Also the groups' first calls, which make their channels (on a GPU NCCL itself wants those in one order); and waited for in yet
     another order."""
@@ -109,6 +126,7 @@ def case_two_groups_launched_in_different_orders(rank, world):
             _overflowed(live, [kind])
 
 
+@sent_again_soon()
 def case_a_ring_of_groups_of_two(rank, world):
     """Every pair of ranks has a group, and every rank waits for its own in an order of its own: from 3 ranks on they form rings."""
     for turn, kind in enumerate(KINDS):
@@ -152,6 +170,7 @@ def _natively(rank, world, group, native):
 _keys = iter(range(1 << 30))
 
 
+@sent_again_soon()
 def case_one_rank_is_in_a_native_call_while_the_others_wait(rank, world):
     """Calls that do not come through this library, so nothing could be done before them."""
     natives = ("barrier", "all_reduce", "an awaited Work", "objects", "point to point", "the store")
@@ -168,6 +187,7 @@ def case_one_rank_is_in_a_native_call_while_the_others_wait(rank, world):
                     _natively(rank, world, other, native)
 
 
+@sent_again_soon()
 def case_one_rank_dropped_its_handle(rank, world):
     for turn, kind in enumerate(KINDS):
         with runtime() as live:
@@ -184,6 +204,7 @@ def case_one_rank_dropped_its_handle(rank, world):
             assert_same_bits(call.output, call.expected, kind)
 
 
+@sent_again_soon()
 def case_one_rank_ends_a_group_while_the_others_wait(rank, world):
     for turn, kind in enumerate(KINDS):
         with runtime() as live:
@@ -199,6 +220,7 @@ def case_one_rank_ends_a_group_while_the_others_wait(rank, world):
                 calls[1].check()
 
 
+@sent_again_soon()
 def case_a_call_is_there_before_later_ones_were_launched_everywhere(rank, world):
     """A thread of the group's waits for a second call, which the others launch when they have heard from this rank's first."""
     with runtime() as live:
@@ -219,6 +241,7 @@ def case_a_call_is_there_before_later_ones_were_launched_everywhere(rank, world)
             second.check()
 
 
+@sent_again_soon()
 def case_launches_wait_for_no_other_rank(rank, world):
     """Of classes that have been calm: one rank has launched all its calls before any other launches its first."""
     small = torch.ones(1)
@@ -237,6 +260,7 @@ def case_launches_wait_for_no_other_rank(rank, world):
                     call.check()
 
 
+@sent_again_soon()
 def case_capacities_agree_however_ranks_wait(rank, world):
     """Calls of several kinds and sizes, of which some overflow, on one rank or on all, some go native, some are dropped; every rank waits
     when it likes. A room that differed between ranks would be a frame of another size."""

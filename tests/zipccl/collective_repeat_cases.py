@@ -14,7 +14,8 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.errors import FrameError
 from ds_zipccl.kernels import loader, ops
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits
-from tests.zipccl.collective_helpers import AG, RS, begin, everyones_sum, gathered, rank_order_sum, runtime
+from tests.helpers.ranks import stands_for_a_gpu
+from tests.zipccl.collective_helpers import AG, RS, begin, everyones_sum, gathered, rank_order_sum, runtime, sent_again_soon
 
 OPS = tuple(specs(internal=True))
 BF16 = torch.bfloat16
@@ -129,6 +130,7 @@ def case_repeated_calls_with_little_memory(rank, world):
         assert len(made) == before
 
 
+@stands_for_a_gpu
 def case_filled_early(rank, world):
     """As on a GPU: the output is filled before the status words are known, and again after an overflow. (Here with kernels that do not
     raise for a frame that overflowed, as CUDA's.)"""
@@ -158,8 +160,6 @@ def case_filled_early(rank, world):
         original(self, **fields)
         self.may_be_early = True
 
-    if torch.get_default_device().type == "cuda":
-        return
     ops.register("quiet", vars_of(Quiet), ("cpu",))
     known, loader.load = loader.load, lambda name: None if name == "quiet" else known(name)
     launching.Launch.__init__ = early
@@ -190,44 +190,62 @@ def vars_of(functions):
     return Plain
 
 
-def case_every_stream_has_its_own(rank, world):
-    """Streams by name: calls of one kind on two streams never share what is in flight or idle; one that ended on a third comes back to its
-    own stream, which first waits for the end."""
-    now, marks, current = ["a"], [], streams.current
-    if torch.get_default_device().type == "cuda":
-        return
+@contextlib.contextmanager
+def streams_by_name():
+    """(on, name_of, joined): ``on(name)`` is a context in which the stream "a", "b" or "c" is current, of which a CPU has the names alone;
+    ``name_of(handle)``; a list of (stream, the one at which a mark that it joined was set)."""
+    now, joined, on_gpu = ["a"], [], torch.get_default_device().type == "cuda"
+    real = {name: torch.cuda.Stream() for name in "abc"} if on_gpu else {}
+    names = {stream.cuda_stream: name for name, stream in real.items()}
+
+    @contextlib.contextmanager
+    def on(name):
+        before, now[0] = now[0], name
+        with torch.cuda.stream(real.get(name)):
+            yield
+        now[0] = before
+        if on_gpu:
+            torch.cuda.synchronize()            # tensors of this stream are read on others
 
     class Mark(streams.Mark):
         __slots__ = ()
 
-        def set(self):
-            self.stream = now[0]
-
         def join(self):
-            if self.stream not in (None, now[0]):
-                marks.append((now[0], self.stream))
+            mine = streams.current(self._device)
+            if self.stream not in (None, mine):
+                joined.append((names.get(mine, mine), names.get(self.stream, self.stream)))
+            super().join()
 
-    mark, join = streams.Mark, streams.join
-    streams.current, streams.Mark, streams.join = (lambda device: now[0]), Mark, lambda device, other: None
-    try:
-        with runtime() as live, counted() as made:
-            for turn in range(6):
-                now[0] = "ab"[turn % 2]
+    with contextlib.ExitStack() as patched:
+        patched.enter_context(mock.patch.object(streams, "Mark", Mark))
+        if not on_gpu:
+            patched.enter_context(mock.patch.object(streams, "current", lambda device: now[0]))
+            patched.enter_context(mock.patch.object(streams, "join", lambda device, other: None))
+        yield on, lambda handle: names.get(handle, handle), joined
+
+
+def case_every_stream_has_its_own(rank, world):
+    """Calls of one kind on two streams never share what is in flight or idle; one that ended on a third comes back to its own stream, which
+    first waits for the end."""
+    with streams_by_name() as (on, name_of, joined), runtime() as live, counted() as made:
+        for turn in range(6):
+            with on("ab"[turn % 2]):
                 call, result = call_and_result(AG, rank, world, 4000, turn)
                 work, _ = begin(live, call)
-                if turn == 4:
-                    now[0] = "c"
-                work.wait()
-                assert_same_bits(call.output, result, turn)
-            assert len(made) == 2 and {key[1] for key, stack in live.workspace._idle.items() if stack and len(key[-1]) == 1} == {"a", "b"}
-            marks.clear()
-            now[0] = "a"
+                if turn != 4:
+                    work.wait()
+            if turn == 4:
+                with on("c"):
+                    work.wait()
+            assert_same_bits(call.output, result, turn)
+        idle = {key: stack for key, stack in live.workspace._idle.items() if stack and isinstance(stack[-1], launching.Flight)}
+        assert len(made) == 2 and {name_of(key[1]) for key in idle} == {"a", "b"}, (made, list(idle))
+        joined.clear()
+        with on("a"):
             call, result = call_and_result(AG, rank, world, 4000, 99)
             begin(live, call)[0].wait()
-            assert_same_bits(call.output, result, "after")
-            assert len(made) == 2 and ("a", "c") in marks, (made, marks)
-    finally:
-        streams.current, streams.Mark, streams.join = current, mark, join
+        assert_same_bits(call.output, result, "after")
+        assert len(made) == 2 and ("a", "c") in joined, (made, joined)
 
 
 def case_kinds_are_told_apart(rank, world):
@@ -354,6 +372,7 @@ def case_data_that_gets_better_is_zipped_again(rank, world):
         switch.measure = original
 
 
+@sent_again_soon()
 def case_ranks_forget_at_different_times(rank, world):
     """Rank 0 remembers all calls, the others do not: the same decisions, also where costs are measured anew, and the same bits."""
     common, own, turns, original = random.Random(3), random.Random(rank), (), switch.measure

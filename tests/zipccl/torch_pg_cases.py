@@ -10,6 +10,7 @@ import ds_zipccl
 from ds_zipccl.backend.torch_pg import ZipProcessGroup
 from ds_zipccl.collectives import transport
 from tests.helpers.bits import assert_same_bits, gaussian, random_bits, specials
+from tests.helpers.ranks import needs_peers
 from tests.zipccl.torch_pg_helpers import (
     AG,
     ALL_GATHER,
@@ -173,11 +174,10 @@ def _point_to_point(data, rank, world, group, device):
     return received
 
 
+@needs_peers
 def case_point_to_point_while_an_overflow_waits_to_be_sent_again(rank, world):
     """Natively legal: rank 0 first receives from rank 1, which first waits for a gather in flight. Its data overflowed, so rank 0 has to
     send again while it waits."""
-    if world == 1:
-        return
     group = dist.new_group()
     for size in (150000, 170000):                   # two classes: each overflows at its first call
         data, out = random_bits(size, seed=rank), torch.empty(world, size, dtype=BF16)
@@ -292,10 +292,9 @@ def case_what_is_known_to_go_native_is_not_asked_again(rank, world):
     assert since("broadcast", "raw_bytes") == data.nbytes * roots.count(rank)
 
 
+@needs_peers
 def case_only_bytes_are_on_the_wire(rank, world):
     """C50: a NaN checker below us (TORCH_NCCL_NAN_CHECK) sees uint8, whatever NaNs or placeholders the user's tensors hold."""
-    if world == 1:
-        return
     for op, spec in torchs_collectives().items():
         output, data = spec.make_tensors(rank, world, 3000, BF16, torch.get_default_device())
         in_place = op in ("all_reduce", "broadcast")

@@ -27,7 +27,7 @@ from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import loader
 from ds_zipccl.stats import StepLog
-from zipscape import __version__, handshake, row_file
+from zipscape import __version__, environment, handshake, row_file
 from zipscape.errors import ConfigError, ZipScapeError, describe
 
 log = logging.getLogger("ds_zipccl")
@@ -88,6 +88,7 @@ def _on_configured(engine) -> None:
         try:
             config = ZipcclConfig.from_section(section)
             if config.enabled:
+                environment.check()
                 _check_deepspeed()
                 _check_running(config)
                 _check_log(config)

@@ -15,7 +15,7 @@ from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import loader
 from ds_zipccl.stats import Stats, StepLog
-from zipscape import __version__, handshake, row_file
+from zipscape import __version__, environment, handshake, row_file
 from zipscape.errors import ConfigError, ZipScapeError, describe
 
 log = logging.getLogger("ds_zipccl")
@@ -96,6 +96,7 @@ def _prepare(options) -> tuple[ZipcclConfig, dict[str, str]]:
     """Everything that can fail on one rank alone."""
     if _current is not None:
         return _current.runtime.config, _current.runtime.kernels
+    environment.check()
     config = settings()
     if _global_rank(options) == 0:
         row_file.check(config.log, "the settings of backend zipccl are wrong", "ds_zipccl.configure or ZIPCCL_CONFIG")

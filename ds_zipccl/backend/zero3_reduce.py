@@ -9,7 +9,6 @@ The seam: ``__reduce_and_partition_ipg_grads``, in it ``partition_grads``, and `
 deepspeed/runtime/zero/stage3.py, 0.19.8.
 """
 import functools
-import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,8 +19,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_zipccl.backend.deepspeed_comm import waiting_later
+from zipscape import environment
 
-LATE = max(0, int(os.environ.get("ZIPCCL_LATE") or 0))  # buckets; not the default: one was no faster on two GPUs, more were not timed
+LATE = environment.number("ZIPCCL_LATE")     # buckets; not the default: one was no faster on two GPUs, more were not timed
 MAX_BYTES = 256 << 20       # of a bucket: it takes this much memory longer, and few large calls hold the host seldom
 MAX_KEPT_BYTES = 1 << 30    # of all that are launched and not delivered
 ATTRIBUTE = "zipccl_reduce"             # of an optimizer: its Delay

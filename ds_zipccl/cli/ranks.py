@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from zipscape import environment
 from zipscape.errors import ZipScapeError, describe
 
 _MPI = {"RANK": "OMPI_COMM_WORLD_RANK", "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE", "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK"}
@@ -21,14 +22,16 @@ def launched() -> bool:
 
 def writes_results() -> bool:
     """Whether this process is rank 0, or nobody has launched ranks: the others' hosts may not even have the folder."""
-    return int(os.environ.get("RANK") or os.environ.get(_MPI["RANK"]) or 0) == 0
+    return environment.integer("RANK" if os.environ.get("RANK") else _MPI["RANK"], 0, todo=_HOW_TO_START) == 0
 
 
 def run(function: Callable[..., int], ranks: int | None, device: str, *args) -> int:
     """``function(*args)`` in every rank, with the default process group (NCCL or gloo) initialized; the exit status of this process.
 
-    ``ranks``: processes to spawn here where no launcher has. Raises ZipScapeError where neither says how many there are.
+    ``ranks``: processes to spawn here where no launcher has. Raises ZipScapeError where neither says how many there are, or an environment
+    variable is wrong.
     """
+    environment.check()
     if launched():
         for name, mpi in _MPI.items():
             os.environ.setdefault(name, os.environ.get(mpi, ""))
@@ -57,8 +60,8 @@ def _spawned(rank: int, ranks: int, function, device: str, init_method: str, arg
 
 def _in_group(function, device: str, init_method: str, args) -> int:
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0))
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        torch.cuda.set_device(environment.integer("LOCAL_RANK", 0, todo=_HOW_TO_START))
+    rank, world_size = environment.integer("RANK", todo=_HOW_TO_START), environment.integer("WORLD_SIZE", least=1, todo=_HOW_TO_START)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=init_method, rank=rank, world_size=world_size)
     try:
         return function(*args)

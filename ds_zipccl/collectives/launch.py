@@ -16,10 +16,11 @@ from ds_zipccl.collectives.windows import LaunchWindows
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import ops
 from ds_zipccl.stats import Stats
+from zipscape import environment
 
 STATUS_BYTES = 4
 #: Whether what a call queues on a GPU is prepared (plans.py).
-PREPARED = os.environ.get("ZIPCCL_PREPARED", "1") not in ("", "0")
+PREPARED = environment.is_on("ZIPCCL_PREPARED")
 _WAITS_BLOCK = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0")         # Work.wait() of NCCL's holds the host
 
 

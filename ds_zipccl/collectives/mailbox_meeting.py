@@ -27,6 +27,7 @@ import torch.distributed as dist
 from ds_zipccl.collectives.mailbox import MAX_RANKS, Mailbox, Places
 from ds_zipccl.collectives.mailbox_gpu import GpuWriter
 from ds_zipccl.collectives.place import await_keys, read
+from zipscape import environment
 
 log = logging.getLogger("ds_zipccl")
 
@@ -34,7 +35,7 @@ FOLDER, PREFIX = "/dev/shm", "zipccl-words-"
 STALE_S = 60            # who makes a file has it locked long before
 _PROCESS = uuid.uuid4().hex
 _OPENED: set[str] = set()           # files that this process has opened: closing any descriptor of one would end its locks (mailbox.py)
-LAG = int(os.environ.get("ZIPCCL_MAILBOX_LAG", 20))         # for tests. More than calls may be in flight (group_state): nobody waits
+LAG = environment.number("ZIPCCL_MAILBOX_LAG")
 
 #: Why a group's words go through a channel.
 REASONS = {
@@ -52,7 +53,7 @@ def _process() -> list:
 
 
 def _is_off() -> bool:
-    return os.environ.get("ZIPCCL_MAILBOX") == "0"
+    return not environment.is_on("ZIPCCL_MAILBOX")
 
 
 def _host() -> list:

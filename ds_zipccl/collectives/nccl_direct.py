@@ -11,6 +11,7 @@ import os
 from torch.distributed import distributed_c10d as c10d
 
 from ds_zipccl.errors import CollectiveError
+from zipscape import environment
 from zipscape.errors import describe
 
 _INT32 = 2
@@ -27,7 +28,7 @@ _ARGUMENTS = {
 
 
 #: Whether payloads may go so.
-PAYLOADS = os.environ.get("ZIPCCL_DIRECT", "1") not in ("", "0")
+PAYLOADS = environment.is_on("ZIPCCL_DIRECT")
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 import itertools
 import json
 import logging
-import os
 from collections.abc import Callable
 
 import torch
@@ -16,6 +15,7 @@ from ds_zipccl.collectives.switch import free_bytes
 from ds_zipccl.collectives.transport import group_timeout
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.stats import Stats
+from zipscape import environment
 
 log = logging.getLogger("ds_zipccl")
 _COUNT = itertools.count()          # torch knows memory by names that are used once in a process
@@ -123,7 +123,7 @@ def exchange(store: dist.Store, rank: int, world_size: int, record: dict) -> lis
 
 def memory_bytes(config: ZipcclConfig) -> int:
     """Of each group's symmetric memory on a GPU. ``ZIPCCL_SYMMETRIC_BYTES`` is for tests."""
-    return min(config.max_workspace_bytes, int(os.environ.get("ZIPCCL_SYMMETRIC_BYTES", 1 << 30)))
+    return min(config.max_workspace_bytes, environment.number("ZIPCCL_SYMMETRIC_BYTES"))
 
 
 def ranges_of_row(config: ZipcclConfig, dtype: torch.dtype, numel: int, world_size: int) -> list[tuple[int, int]]:

@@ -5,7 +5,6 @@ in a loop took 95 there, before the first kernel was queued. So ``again`` is one
 others, and one call of C that queues everything; what can wait is done after that, beside the GPU's work. ``launch`` is for those where
 more has to be done first.
 """
-import os
 import time
 import weakref
 from collections.abc import Callable
@@ -22,12 +21,13 @@ from ds_zipccl.collectives.switch import MAX_SIZES
 from ds_zipccl.collectives.symmetric import SymmetricWork
 from ds_zipccl.collectives.work import Pending, Waiter, ZipWork
 from ds_zipccl.kernels.launch_calls import NOT_SO, refused
+from zipscape import environment
 
 MAX_KNOWN = 4096
 #: So many calls of ``again`` may be in flight before one is settled ahead of its ``wait()``.
 FEW = 8
 #: Whether there are calls for ``Repeats.again``.
-AGAIN = os.environ.get("ZIPCCL_AGAIN", "1") not in ("", "0")
+AGAIN = environment.is_on("ZIPCCL_AGAIN")
 
 
 class Repeat:

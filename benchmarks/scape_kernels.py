@@ -19,6 +19,7 @@ from ds_scape.kernels import impl_reference as reference
 from ds_scape.kernels import loader, ops
 from ds_scape.sync.partition import TensorSlot, flat_layout
 from ds_scape.update import tables
+from zipscape.errors import ConfigError, ZipScapeError, describe
 from zipscape.machine import write_json
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -30,9 +31,8 @@ def size_of(text: str) -> int:
     return int(float(text[:-1]) * {"K": 1e3, "M": 1e6, "G": 1e9}[text[-1]]) if text[-1] in "KMG" else int(text)
 
 
-@functools.cache
-def segments_of(numel: int, density: float):
-    """An embedding, then layers of four matrices and four vectors."""
+def slots_of(numel: int) -> list[TensorSlot]:
+    """An embedding, then layers of four matrices and four vectors. Raises ConfigError where they do not fit."""
     layer = ((0.2499, 2), (0.0001, 1), (0.0832, 2), (0.0001, 1), (0.3331, 2), (0.0003, 1), (0.3332, 2), (0.0001, 1))
     parts = [(0.15, 2)] + LAYERS * [(share * 0.85 / LAYERS, dims) for share, dims in layer]
     slots, offset = [], 0
@@ -40,8 +40,26 @@ def segments_of(numel: int, density: float):
         size = max(1, int(share * numel))
         slots.append(TensorSlot(offset, size, dims))
         offset += size
-    assert offset <= numel
-    return flat_layout(slots, numel, 1, density).segments[0]
+    if offset > numel:
+        raise ConfigError(describe("--numel", got=f"{numel}, of which the tensors of {LAYERS} layers would take {offset}",
+                                   expected="209K or more"))
+    return slots
+
+
+@functools.cache
+def segments_of(numel: int, density: float):
+    return flat_layout(slots_of(numel), numel, 1, density).segments[0]
+
+
+def check_arguments(args) -> None:
+    """Before anything is made or measured. Raises ZipScapeError."""
+    for numel in args.numel:
+        slots_of(numel)
+    for density in args.density:
+        if not 0 < density <= 1:
+            raise ConfigError(describe("--density", got=density, expected="a number above 0, at most 1"))
+    for name in args.impl or ():
+        loader.choose(name, args.device)
 
 
 class Data:
@@ -255,6 +273,10 @@ def main() -> int:
     parser.add_argument("--unchecked", action="store_true", help="time only, without the reference")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
+    try:
+        check_arguments(args)
+    except ZipScapeError as error:
+        parser.error(str(error))
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.impl is None:

@@ -15,7 +15,7 @@ class Size:
 
 
 #: By name; the parameters without and with the embedding, which is tied to the head.
-SIZES = {"tiny": Size(512, 64, 2, 2), "350m": Size(50304, 1024, 24, 16), "1.3b": Size(50304, 2048, 24, 16)}
+SIZES = {"tiny": Size(512, 64, 2, 2), "5m": Size(4096, 256, 5, 4), "350m": Size(50304, 1024, 24, 16), "1.3b": Size(50304, 2048, 24, 16)}
 
 
 def _parameter(make, *shape: int) -> nn.Parameter:

@@ -6,12 +6,11 @@ deepspeed/runtime/engine.py (``DeepSpeedEngine``), deepspeed/runtime/zero/stage_
 """
 import torch
 
-from ds_zipccl.backend import zero3_writers
+from ds_zipccl.backend import zero3_writers, zero12
 from ds_zipccl.backend.deepspeed_comm import live_runtime
 from ds_zipccl.backend.deepspeed_native import resolve
 from ds_zipccl.backend.policy import WORTHWHILE
 from ds_zipccl.collectives.frame_ways import Ways
-from ds_zipccl.collectives.reduce_scatter_uneven import SPEC, TO_OWNER
 
 CACHED = "kept frames"                  # gathers of cache_params
 
@@ -28,7 +27,7 @@ def measure(engine, *_args, **_kwargs) -> None:
         return
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters() if getattr(p, "allreduce", True))
     measured = False
-    for op, dtype, group in calls_of(engine):
+    for op, dtype, group in calls_of(engine, runtime):
         group = resolve(group)
         if (group is not None and group.size() > 1 and dtype in WORTHWHILE and not getattr(group, "zips_itself", False)
                 and numel * dtype.itemsize >= runtime.config.min_bytes):
@@ -40,7 +39,7 @@ def measure(engine, *_args, **_kwargs) -> None:
         torch.cuda.empty_cache()                    # what test calls took is the model's now
 
 
-def calls_of(engine) -> list[tuple]:
+def calls_of(engine, runtime) -> list[tuple]:
     """(collective or CACHED, dtype, group) of each kind that its steps make."""
     stage, zero, groups = engine.zero_optimization_stage(), engine.optimizer, [engine.seq_data_parallel_group]
     gradients = getattr(zero, "communication_data_type", engine.communication_data_type)
@@ -52,12 +51,15 @@ def calls_of(engine) -> list[tuple]:
         frames = getattr(engine, zero3_writers.ATTRIBUTE, None)
         gather = CACHED if frames is not None and frames.groups else "all_gather_into_tensor"
         kinds = [("reduce_scatter_tensor", gradients), (gather, weights)]
-    else:                                           # a bucket of few owners is all_reduced
-        kinds = [(spec.name, gradients) for spec in (SPEC, TO_OWNER)]
-        kinds += [("all_reduce", gradients), ("all_gather_into_tensor", weights)]
+    else:                                           # what does not go to its owners is all_reduced
+        kinds = [("all_reduce", gradients), ("all_gather_into_tensor", weights)]
     calls = []
     for name in sorted(engine.expert_parallel_group) if engine.has_moe_layers else ():
         calls.append(("all_to_all_single", weights, engine.expert_parallel_group[name]))
         if stage < 3:
             groups.append(engine.expert_data_parallel_group[name])
-    return [(*kind, group) for group in groups for kind in kinds if kind[0] != TO_OWNER.name or group.size() == 2] + calls
+
+    def to_owners(group) -> list[tuple]:
+        return [(name, gradients) for name in zero12.kinds_of(zero, runtime, group, gradients)] if stage in (1, 2) else []
+
+    return [(*kind, group) for group in groups for kind in to_owners(group) + kinds] + calls

@@ -19,9 +19,9 @@ from deepspeed.runtime.zero import stage_1_and_2
 from ds_zipccl.backend import front, policy
 from ds_zipccl.backend.deepspeed_comm import live_runtime
 from ds_zipccl.backend.deepspeed_native import resolve
-from ds_zipccl.backend.zero12_plan import Bucket, all_reduce_numel, balanced_order
+from ds_zipccl.backend.zero12_plan import Bucket, all_reduce_numel, balanced_order, filled
 from ds_zipccl.collectives.all_to_all import SINGLE as ALL_TO_ALL
-from ds_zipccl.collectives.reduce_scatter_uneven import spec_for
+from ds_zipccl.collectives.reduce_scatter_uneven import SPEC, TO_OWNER, spec_for, spec_of
 from ds_zipccl.collectives.registry import Call
 from ds_zipccl.collectives.runtime import Runtime
 from ds_zipccl.collectives.transport import adjoining
@@ -143,12 +143,10 @@ class Reduction:
         if reason is not None:
             return reason
         layout = Bucket(tuple(next(iter(owner)) for owner in self._owners), tuple(t.numel() for t in self._slices), self._group.size())
-        num_bytes = layout.numel * self._dtype.itemsize
+        reason = _why_left(layout, self._runtime, self._dtype)
+        if reason is not None:
+            return reason
         two_phases = layout.wants_two_phases()
-        if num_bytes < max(self._runtime.config.min_bytes, 1):
-            return "min_bytes"
-        if two_phases and self._runtime.config.collectives.reduce_scatter != "always":
-            return "unbalanced"
         sums, reason = (self._two_phases if two_phases else self._straight)(layout)
         if reason is not None:
             return reason
@@ -234,6 +232,43 @@ class Reduction:
                 tensor.record_stream(zero.reduction_stream)
 
 
+def kinds_of(zero, runtime: Runtime, group, dtype: torch.dtype) -> list[str]:
+    """Names of the collectives by which the optimizer's buckets of ``dtype`` will go to their owners on ``group``, if a gradient comes of
+    every parameter; alike on all its ranks. Of several buckets in the order of a backward pass, which nobody knows, those that may be."""
+    group, both = resolve(group), [SPEC.name, TO_OWNER.name]
+    if group is None or not isinstance(zero, stage_1_and_2.DeepSpeedZeroOptimizer) or zero.zenflow or not _are_scattered(zero):
+        return []
+    is_ours = _order_is_free(zero, runtime)
+    order = _order(zero) if is_ours else [(i, index) for i, params in enumerate(zero.bit16_groups) for index in range(len(params))]
+    params = [(i, zero.bit16_groups[i][index]) for i, index in order]
+    params = [(i, param) for i, param in params if zero.get_param_comm_dtype(param) == dtype]
+    buckets = filled([param.numel() for _, param in params], zero.reduce_bucket_size)
+    if not is_ours and len(buckets) > 1:
+        return both if group.size() == 2 else [SPEC.name]
+    found = set()
+    for bucket in buckets:
+        owned = [item for i, param in (params[at] for at in bucket) if resolve(zero.real_dp_process_group[i]) is group
+                 for item in _owned(zero, i, param).items()]
+        layout = Bucket(*zip(*owned, strict=True), group.size()) if owned else None
+        if layout is not None and _why_left(layout, runtime, dtype) is None:
+            found.add(spec_of(layout.owned()).name)
+    return [name for name in both if name in found]
+
+
+def _are_scattered(zero) -> bool:
+    """Whether DeepSpeed hands buckets to ``allreduce_and_scatter``."""
+    return zero.contiguous_gradients and zero.reduce_scatter and zero.use_multi_rank_bucket_allreduce
+
+
+def _why_left(layout: Bucket, runtime: Runtime, dtype: torch.dtype) -> str | None:
+    """The reason why such a bucket is DeepSpeed's."""
+    if layout.numel * dtype.itemsize < max(runtime.config.min_bytes, 1):
+        return "min_bytes"
+    if layout.wants_two_phases() and runtime.config.collectives.reduce_scatter != "always":
+        return "unbalanced"
+    return None
+
+
 def _summed_dtype(zero, communication_data_type: torch.dtype) -> torch.dtype:
     return torch.float32 if stage_1_and_2.pg_correctness_test or zero.sequence_parallel_size > 1 else communication_data_type
 
@@ -258,7 +293,7 @@ def _order_is_free(zero, runtime: Runtime) -> bool:
     """Whether the buckets are filled from gradients that are all there, and reduced by us."""
     if zero.partition_gradients or zero.overlap_comm or zero.zenflow:
         return False
-    if not (zero.contiguous_gradients and zero.reduce_scatter and zero.use_multi_rank_bucket_allreduce):
+    if not _are_scattered(zero):
         return False
     group = resolve(zero.dp_process_group)
     if group is None or any(resolve(other) is not group for other in zero.real_dp_process_group):       # MoE's experts

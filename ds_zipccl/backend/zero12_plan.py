@@ -75,6 +75,21 @@ class Bucket:
         return self.world_size > 2 and self.straight_load() > MIN_GAIN * self.two_phase_load()
 
 
+def filled(numels: Iterable[int], max_numel: int) -> list[list[int]]:
+    """Which of the items are in each bucket, where items that come one after another fill buckets of at most ``max_numel`` elements; a
+    larger item has one to itself. Empty ones are in none."""
+    buckets, room = [], 0
+    for i, numel in enumerate(numels):
+        if not numel:
+            continue
+        if not buckets or numel > room:
+            buckets.append([])
+            room = max_numel
+        buckets[-1].append(i)
+        room -= numel
+    return buckets
+
+
 def all_reduce_numel(numel: int, world_size: int) -> int:
     """Elements that each rank sends in a ring all_reduce."""
     return 2 * (world_size - 1) * numel // world_size

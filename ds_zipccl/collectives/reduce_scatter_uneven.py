@@ -241,4 +241,9 @@ TO_OWNER = register(replace(SPEC, name="reduce_to_owner", whole_numel=lambda cal
 
 def spec_for(inputs: tuple[torch.Tensor, ...]) -> CollectiveSpec:
     """Of pieces for all ranks, in order."""
-    return TO_OWNER if len(inputs) == 2 and not all(t.numel() for t in inputs) else SPEC
+    return spec_of([t.numel() for t in inputs])
+
+
+def spec_of(numels: list[int]) -> CollectiveSpec:
+    """The same of the pieces' elements."""
+    return TO_OWNER if len(numels) == 2 and not all(numels) else SPEC

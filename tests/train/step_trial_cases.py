@@ -146,7 +146,8 @@ def case_another_engine_begins_anew(rank, world_size):
 
 
 def case_links_are_measured_when_an_engine_is_made(rank, world):
-    """Of its data-parallel and expert-parallel groups, what its steps will call; no step measures anything then. The same on all ranks."""
+    """Of its data-parallel and expert-parallel groups, what its steps will call; no step measures anything then. The same on all ranks.
+    Of two ranks that own parts of each bucket it is only that: in the order of stage 1, or where there is one bucket."""
     original, seen = switch.measure, []
 
     def measure(spec, call, *more):
@@ -154,13 +155,18 @@ def case_links_are_measured_when_an_engine_is_made(rank, world):
         return original(spec, call, *more)
 
     section = {**ADAPTIVE, "step_trials": False}
-    two = world == 2
-    sums = {0: ("all_reduce",), **dict.fromkeys((1, 2), ("reduce_scatter_uneven", "reduce_to_owner", "all_reduce")),
-            3: ("reduce_scatter_tensor",)}
-    with mock.patch.object(switch, "measure", measure):
-        for stage, min_bytes, cached, experts in ((0, 0, 0, 0), (1, 0, 0, 0), (2, 0, 0, 1), (3, 0, 0, 0), (3, 0, 1, 0), (3, 1 << 20, 0, 0)):
+    two, both = world == 2, {"reduce_scatter_uneven", "reduce_to_owner"}
+    one, several = {"reduce_scatter_uneven"}, 20000
+    runs = [(0, several, 0, 0, 0, set()), (1, several, 0, 0, 0, one), (1, 6000, 0, 0, 0, both), (2, several, 0, 0, 0, both),
+            (2, several, 0, 0, 1, both), (2, 1 << 20, 0, 0, 1, one), (3, several, 0, 0, 0, set()), (3, several, 0, 1, 0, set()),
+            (3, several, 1 << 20, 0, 0, set())]
+    small = {"PROBE_SIZES": dict.fromkeys(("cpu", "cuda"), (1 << 16, 1 << 18, 1 << 20)), "LARGER_SIZES": {"cpu": (), "cuda": ()}}
+    with mock.patch.object(switch, "measure", measure), mock.patch.multiple(switch, **small):
+        for stage, bucket, min_bytes, cached, experts, to_owners in runs:
             steps, seen = [], []
             config = settings(stage, "bf16", gradient_accumulation_steps=1)
+            config["zero_optimization"]["reduce_bucket_size"] = bucket
+            sums = {*to_owners, "reduce_scatter_tensor" if stage == 3 else "all_reduce"}
             config["zipccl"] = {**section, "min_bytes": min_bytes or 1024, "cache_params": bool(cached)}
             torch.manual_seed(0)
             if experts:
@@ -168,11 +174,11 @@ def case_links_are_measured_when_an_engine_is_made(rank, world):
             else:
                 model = Net()
                 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-            expected = [] if min_bytes or not two else [(0, op, torch.bfloat16, world) for op in sums[stage]]
+            expected = [] if min_bytes or not two else [(0, op, torch.bfloat16, world) for op in sums]
             expected += [(0, "all_gather_into_tensor", torch.bfloat16, world)] * (stage > 0 and not min_bytes)
             expected += [(0, "all_to_all_single", torch.bfloat16, world)] * experts
             found = [call for call in seen if call[1] != "broadcast"][cached:]          # DeepSpeed's first gather is one without frames
-            assert sorted(map(str, found)) == sorted(map(str, expected)), (stage, seen)
+            assert sorted(map(str, found)) == sorted(map(str, expected)), (stage, bucket, seen)
             generator = torch.Generator("cpu").manual_seed(rank)
             for step in range(2):
                 steps.append(step)
@@ -180,6 +186,10 @@ def case_links_are_measured_when_an_engine_is_made(rank, world):
                 engine.backward(engine(moe_helpers.samples(step) if experts else tokens))
                 engine.step()
             assert not any(step for step, *_ in seen), seen
+            called = {op: row for op, row in deepspeed_comm.live_runtime().stats.snapshot().items() if op in both}
+            assert set(called) <= to_owners, (stage, bucket, called)
+            # What experts leave of each of several buckets nobody knows beforehand.
+            assert not two or experts and bucket == several or set(called) == to_owners, (stage, bucket, called)
             groups = deepspeed_comm.live_runtime()._groups
             costs = [(key, measured.num_calls, measured.costs) for name in sorted(groups) for state in groups[name].values()
                      for key, measured in state._measured.items()]

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from ds_zipccl.backend.zero12_plan import Bucket, all_reduce_numel, balanced_order
+from ds_zipccl.backend.zero12_plan import Bucket, all_reduce_numel, balanced_order, filled
 
 
 def random_bucket(seed: int, world: int) -> Bucket:
@@ -106,3 +106,23 @@ def test_buckets_filled_in_balanced_order_need_no_second_phase():
         return sum(bucket.wants_two_phases() for bucket in buckets)
 
     assert two_phases(key for key, _ in items) > 2 and two_phases(balanced_order(items, world)) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_buckets_are_filled_as_deepspeed_does(seed):
+    """By its own arithmetic: what would come to more than the limit is reduced before the next parameter comes in."""
+    rng = random.Random(seed)
+    numels, limit = [rng.choice((0, 1, 96, 300, 999, 1000, 1001, 5000)) for _ in range(60)], 1000
+    buckets, at_hand, elements = [], [], 0
+    for i, numel in enumerate(numels):
+        if numel == 0:
+            continue
+        if elements + numel > limit:
+            buckets, at_hand, elements = [*buckets, at_hand], [], 0
+        at_hand.append(i)
+        elements += numel
+    assert filled(numels, limit) == [bucket for bucket in [*buckets, at_hand] if bucket]
+
+
+def test_no_bucket_of_nothing():
+    assert filled([], 1000) == filled([0, 0], 1000) == [] and filled([5000, 0, 1], 1000) == [[0], [2]]

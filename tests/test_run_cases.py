@@ -1,10 +1,12 @@
 """tests/run_cases.py: each case has an outcome of its own, whatever those before it did; nothing is taken for passed that has not run."""
+import ast
 import contextlib
 import json
 import re
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch
 from tests import run_cases
 from tests.helpers import processes, ranks
 
+ROOT = Path(__file__).resolve().parents[1]
 MODULE = "tests.helpers.ending_cases"
 on_cpu = pytest.mark.skipif(processes.DEVICE != "cpu", reason="the cases are of tensors on the CPU")
 
@@ -174,3 +177,43 @@ def test_one_sided_cases_are_left_out_where_ranks_share_a_gpu(device, num_gpus, 
     with pytest.raises(ranks.LeftOut, match="a GPU for each rank") if is_left_out else contextlib.nullcontext():
         ranks.needs_a_gpu_each(lambda rank, world_size: ran.append((rank, world_size)))(1, 2)
     assert ran == [(1, 2)] * (not is_left_out)
+
+
+@pytest.mark.parametrize("mark, device, world_size, why", [
+    (ranks.stands_for_a_gpu, "cuda", 2, "a CPU does in it"), (ranks.needs_stand_ins, "cuda", 2, "symmetric memory is real"),
+    (ranks.needs_peers, "cpu", 1, "no peers")])
+def test_what_cases_need(mark, device, world_size, why, monkeypatch):
+    ran = []
+    case = mark(lambda rank, world_size: ran.append(world_size))
+    monkeypatch.setattr(ranks, "DEVICE", device)
+    with pytest.raises(ranks.LeftOut, match=why):
+        case(0, world_size)
+    monkeypatch.setattr(ranks, "DEVICE", "cpu")
+    case(0, 2)
+    assert ran == [2]
+
+
+DEVICES = re.compile(r"DEVICE|device|cuda|gpu", re.IGNORECASE)
+
+
+def silent_returns(source: str) -> list[str]:
+    """Cases that return on some device before they have asserted anything: they would count as passed."""
+    found = []
+    for case in ast.walk(ast.parse(source)):
+        if not isinstance(case, ast.FunctionDef) or not case.name.startswith("case_"):
+            continue
+        asserts = [node.lineno for node in ast.walk(case) if isinstance(node, ast.Assert)
+                   or isinstance(node, ast.Call) and getattr(node.func, "id", "").startswith(("assert_", "check", "compare"))]
+        for branch in ast.walk(case):
+            ends = isinstance(branch, ast.If) and isinstance(branch.body[-1], ast.Return) and branch.body[-1].value is None
+            if ends and DEVICES.search(ast.unparse(branch.test)) and not any(line < branch.body[-1].lineno for line in asserts):
+                found.append(f"{case.name}:{branch.lineno}")
+    return found
+
+
+def test_no_case_passes_on_some_device_without_doing_anything():
+    files = sorted(ROOT.glob("tests/*/*_cases.py"))
+    found = {path.name: where for path in files if (where := silent_returns(path.read_text()))}
+    assert not found, f"they should raise LeftOut, see tests/helpers/ranks.py: {found}"
+    assert silent_returns("def case_a(rank, world):\n    n = 1\n    if DEVICE == 'cuda':\n        return\n    assert n") == ["case_a:3"]
+    assert silent_returns("def case_a(rank, world):\n    assert rank\n    if x.is_cuda:\n        return\n    assert n") == []

@@ -85,7 +85,7 @@ def _left_out_where(is_so: Callable[[int], bool], why: str) -> Callable[[Callabl
 needs_a_gpu_each = _left_out_where(lambda world_size: DEVICE == "cuda" and torch.cuda.device_count() < world_size,
                                    "one-sided transfers need a GPU for each rank")
 #: The case, left out on GPUs: it has a CPU do as they do.
-stands_for_a_gpu = _left_out_where(lambda _: DEVICE == "cuda", "in it a CPU does what GPUs do in every case")
+stands_for_a_gpu = _left_out_where(lambda _: DEVICE == "cuda", "a CPU does in it what GPUs do in every case")
 #: The case, left out of a rank alone.
 needs_peers = _left_out_where(lambda world_size: world_size == 1, "one rank alone has no peers")
 #: The case, left out on GPUs: it needs what only a stand-in for symmetric memory does.

@@ -37,7 +37,9 @@ def checkout(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(checkout, tmp_path_factory):
-    return build("build_wheel", checkout, tmp_path_factory.mktemp("dist"), ZIPSCAPE_PREBUILD="1", TORCH_CUDA_ARCH_LIST="")
+    """Both architectures of every CUDA source are compiled, beside each other, and a warning is an error."""
+    return build("build_wheel", checkout, tmp_path_factory.mktemp("dist"), ZIPSCAPE_PREBUILD="1", TORCH_CUDA_ARCH_LIST="",
+                 NVCC_APPEND_FLAGS="--threads 2 -Werror all-warnings")
 
 
 @pytest.fixture(scope="module")

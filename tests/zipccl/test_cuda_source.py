@@ -34,6 +34,7 @@ FORMATS = pytest.mark.parametrize("dtype, level", [(row, level) for row in TABLE
 SIZES = (0, 1, 3, 1023, 1025, 32768, 32769, 70001)
 
 
+@pytest.mark.slow           # the prebuilt wheel's test compiles the same, as strictly
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("source", sorted(CSRC.glob("*/*.cu")), ids=lambda path: path.name)
 def test_nvcc_compiles(source: Path, arch: str, tmp_path):

@@ -11,7 +11,7 @@ export PATH
 export TORCH_EXTENSIONS_DIR := $(VENV)/torch_extensions
 unexport PYTHONHOME
 
-PYTEST := $(PY) -m pytest --ignore=tests/mpi
+PYTEST := $(PY) -m pytest --ignore=tests/mpi -rs
 # Fast tests must end within this many seconds, all of them together.
 TEST_LIMIT_S ?= 2400
 MPI_RANKS ?= 2

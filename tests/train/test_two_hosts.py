@@ -26,9 +26,9 @@ def why_not() -> str | None:
 
 @pytest.fixture(autouse=True)
 def two_hosts():
-    """CI installs what is needed; there that hosts can't be made is a failure."""
+    """A container without rights makes none. CI installs the commands: that one is missing there is a failure."""
     if why_not() is not None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(why_not())
+        (pytest.fail if os.environ.get("CI") and "need the command" in why_not() else pytest.skip)(why_not())
 
 
 @functools.cache

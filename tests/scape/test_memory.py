@@ -198,7 +198,8 @@ def test_the_designs_bound_holds(world_size, numel):
         assert most_of(layout) <= memory.design_bytes(layout), density
 
 
-@pytest.mark.parametrize("shares", [(1.0,), (0.5, 0.5), (0.97, 0.03), (0.25,) * 4, (0.125,) * 8])
+@pytest.mark.parametrize("shares", [(1.0,), (0.5, 0.5), (0.97, 0.03), (0.25,) * 4,
+                                    pytest.param((0.125,) * 8, marks=pytest.mark.slow)])       # as four groups, twice as long
 @pytest.mark.parametrize("num_tensors", [3, 40])
 def test_the_designs_bound_holds_for_many_tensors(shares, num_tensors):
     """In groups of these shares, on one rank too."""

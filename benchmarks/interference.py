@@ -21,6 +21,7 @@ import itertools
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,19 @@ def parse(argv=None):
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", metavar="FILE")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if unknown := [way for way in args.ways.split(",") if way not in WAYS]:
+        parser.error(f"--ways {','.join(unknown)}: expected of {', '.join(WAYS)}")
+    if not list(_rows(args)):
+        parser.error(f"--ways {args.ways} --sms {args.sms}: nothing to measure; limits are for {' and '.join(LIMITED)}, 0 is none")
+    return args
+
+
+def _rows(args) -> Iterator[tuple[str, str, int]]:
+    """(op, way, multiprocessors) of each, in order."""
+    ops, ways, limits = args.op.split(","), args.ways.split(","), [int(text) for text in args.sms.split(",")]
+    yield from itertools.product(ops, ways, [0] if 0 in limits else [])
+    yield from itertools.product(ops, [way for way in ways if way in LIMITED], [n for n in limits if n])
 
 
 class Products:
@@ -276,10 +289,7 @@ def bench(args, argv: list[str]) -> int:
     device = torch.device(args.device, torch.cuda.current_device() if args.device == "cuda" else None)
     products, rows = Products(args.side, device), []
     products.count = int(_agreed(products.count, device))
-    limits, ways = [int(text) for text in args.sms.split(",")], args.ways.split(",")
-    whole = itertools.product(args.op.split(","), ways, [0] if 0 in limits else [])
-    limited = itertools.product(args.op.split(","), [way for way in ways if way in LIMITED], [n for n in limits if n])
-    for op, way, num_sms in (*whole, *limited):
+    for op, way, num_sms in _rows(args):
         rows.append(measure(op, way, products, args, device, num_sms))
         if dist.get_rank() == 0:
             print("  ".join(f"{name} {round(value, 3) if isinstance(value, float) else value}" for name, value in rows[-1].items()),

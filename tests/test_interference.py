@@ -3,6 +3,10 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+from benchmarks import interference
+
 
 def rows(folder, settings):
     file = folder / "rows.json"
@@ -24,3 +28,11 @@ def test_rows_on_a_cpu(tmp_path):
     for row in (native, zipped):
         assert row["wrong"] == 0 and row["products_slower"] == row["beside_ms"] / row["products_ms"]
         assert row["both_ms"] >= row["beside_ms"] > 0
+
+
+@pytest.mark.parametrize("settings, said", [("--ways one-sided,zipped", "one-sided: expected of native"),
+                                            ("--ways copies --sms 32", "nothing to measure")])
+def test_what_would_measure_something_else_or_nothing(settings, said, capsys):
+    with pytest.raises(SystemExit) as error:
+        interference.parse(settings.split())
+    assert error.value.code == 2 and said in capsys.readouterr().err

@@ -52,6 +52,7 @@ def calls_of(engine, runtime) -> list[tuple]:
         gather = CACHED if frames is not None and frames.groups else "all_gather_into_tensor"
         kinds = [("reduce_scatter_tensor", gradients), (gather, weights)]
     else:                                           # what does not go to its owners is all_reduced
+        gradients = zero12.summed_dtype(zero, gradients)
         kinds = [("all_reduce", gradients), ("all_gather_into_tensor", weights)]
     calls = []
     for name in sorted(engine.expert_parallel_group) if engine.has_moe_layers else ():
@@ -60,6 +61,7 @@ def calls_of(engine, runtime) -> list[tuple]:
             groups.append(engine.expert_data_parallel_group[name])
 
     def to_owners(group) -> list[tuple]:
-        return [(name, gradients) for name in zero12.kinds_of(zero, runtime, group, gradients)] if stage in (1, 2) else []
+        names = zero12.kinds_of(zero, runtime, group, gradients, engine.pipeline_parallelism) if stage in (1, 2) else ()
+        return [(name, gradients) for name in names]
 
     return [(*kind, group) for group in groups for kind in to_owners(group) + kinds] + calls

@@ -132,7 +132,7 @@ class Reduction:
 
     def __init__(self, zero, runtime: Runtime, group, bucket, dtype: torch.dtype):
         self._zero, self._runtime, self._group = zero, runtime, group
-        self._dtype = _summed_dtype(zero, dtype)
+        self._dtype = summed_dtype(zero, dtype)
         self._owners = [owner if isinstance(owner, frozenset) else frozenset((owner,)) for owner, *_ in bucket]
         self._slices = [tensor for _, tensor, *_ in bucket]
         self._places = [rest[0] if rest else None for _, _, *rest in bucket]
@@ -232,13 +232,14 @@ class Reduction:
                 tensor.record_stream(zero.reduction_stream)
 
 
-def kinds_of(zero, runtime: Runtime, group, dtype: torch.dtype) -> list[str]:
+def kinds_of(zero, runtime: Runtime, group, dtype: torch.dtype, pipeline_parallel: bool) -> list[str]:
     """Names of the collectives by which the optimizer's buckets of ``dtype`` will go to their owners on ``group``, if a gradient comes of
-    every parameter; alike on all its ranks. Of several buckets in the order of a backward pass, which nobody knows, those that may be."""
+    every parameter; alike on all its ranks. Of several buckets in an order that is not ours (a backward pass's, which nobody knows, or a
+    pipeline's), those that may be."""
     group, both = resolve(group), [SPEC.name, TO_OWNER.name]
     if group is None or not isinstance(zero, stage_1_and_2.DeepSpeedZeroOptimizer) or zero.zenflow or not _are_scattered(zero):
         return []
-    is_ours = _order_is_free(zero, runtime)
+    is_ours = not pipeline_parallel and _order_is_free(zero, runtime)
     order = _order(zero) if is_ours else [(i, index) for i, params in enumerate(zero.bit16_groups) for index in range(len(params))]
     params = [(i, zero.bit16_groups[i][index]) for i, index in order]
     params = [(i, param) for i, param in params if zero.get_param_comm_dtype(param) == dtype]
@@ -269,8 +270,9 @@ def _why_left(layout: Bucket, runtime: Runtime, dtype: torch.dtype) -> str | Non
     return None
 
 
-def _summed_dtype(zero, communication_data_type: torch.dtype) -> torch.dtype:
-    return torch.float32 if stage_1_and_2.pg_correctness_test or zero.sequence_parallel_size > 1 else communication_data_type
+def summed_dtype(zero, communication_data_type: torch.dtype) -> torch.dtype:
+    """In which DeepSpeed has ZeRO-1/2 reduce gradients."""
+    return torch.float32 if stage_1_and_2.pg_correctness_test or getattr(zero, "sequence_parallel_size", 1) > 1 else communication_data_type
 
 
 def _arithmetic_reason(runtime: Runtime, group, dtype: torch.dtype) -> str | None:
@@ -298,7 +300,7 @@ def _order_is_free(zero, runtime: Runtime) -> bool:
     group = resolve(zero.dp_process_group)
     if group is None or any(resolve(other) is not group for other in zero.real_dp_process_group):       # MoE's experts
         return False
-    return all(_arithmetic_reason(runtime, group, _summed_dtype(zero, dtype)) is None for dtype in zero.ipg_buckets)
+    return all(_arithmetic_reason(runtime, group, summed_dtype(zero, dtype)) is None for dtype in zero.ipg_buckets)
 
 
 def _order(zero) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.backend import deepspeed_comm, deepspeed_hooks, step_trials
+from ds_zipccl.backend import deepspeed_comm, deepspeed_hooks, deepspeed_links, step_trials
 from ds_zipccl.collectives import switch
 from ds_zipccl.collectives.cost import Costs, Curve
 from tests.train import moe_helpers
@@ -197,3 +197,38 @@ def case_links_are_measured_when_an_engine_is_made(rank, world):
             assert not expected or any(cost for *_, cost in costs)
             engine.destroy()
             deepspeed_hooks.deactivate()
+
+
+def case_links_of_a_pipeline_are_measured_when_its_engine_is_made_at_2(rank, world):
+    """Of one stage: buckets are filled in the order of the parameters, which is not ours, so both ways to their owners may come."""
+    from deepspeed.pipe import PipelineModule
+
+    original, seen, steps = switch.measure, [], []
+
+    def measure(spec, call, *more):
+        seen.append((len(steps), call.op))
+        return original(spec, call, *more)
+
+    section = {**ADAPTIVE, "step_trials": False, "min_bytes": 1024}
+    config = settings(1, "bf16", gradient_accumulation_steps=1, zipccl=section, data_types={"grad_accum_dtype": "bf16"})
+    config["zero_optimization"]["reduce_bucket_size"] = 20000
+    small = {"PROBE_SIZES": dict.fromkeys(("cpu", "cuda"), (1 << 16, 1 << 18)), "LARGER_SIZES": {"cpu": (), "cuda": ()}}
+    with mock.patch.object(switch, "measure", measure), mock.patch.multiple(switch, **small):
+        torch.manual_seed(0)
+        model = PipelineModule([torch.nn.Linear(64, 64) for _ in range(16)], num_stages=1,
+                               loss_fn=lambda out, aim: (out.float() - aim.float()).square().mean())
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        live = deepspeed_comm.live_runtime()
+        for step in range(2):
+            steps.append(step)
+            data = torch.randn(4, 64, generator=torch.Generator("cpu").manual_seed(2 * step + rank), device="cpu")
+            engine.train_batch(iter([2 * (data.bfloat16().to(engine.device),)]))
+        called = {op for op in live.stats.snapshot() if op.startswith("reduce_")}
+    assert called == {"reduce_to_owner"}, f"the case tests nothing: {called}"       # in our order every bucket has both ranks' parts
+    measured = {"reduce_scatter_uneven", "reduce_to_owner", "all_reduce", "all_gather_into_tensor"}
+    assert {op for step, op in seen if not step} - {"broadcast"} == measured and not any(step for step, _ in seen), seen
+    with mock.patch.object(engine.optimizer, "sequence_parallel_size", 2):          # then DeepSpeed sums in fp32, which is native
+        gradients = [call for call in deepspeed_links.calls_of(engine, live) if call[0] != "all_gather_into_tensor"]
+        assert [(op, dtype) for op, dtype, _ in gradients] == [("all_reduce", torch.float32)], gradients
+    engine.destroy()
+    deepspeed_hooks.deactivate()

@@ -11,6 +11,7 @@ COMMANDS. The hosts end with this process, however it ends, and leave nothing: n
 import argparse
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -27,10 +28,18 @@ PORT = 29500                        # free: nobody else is in a host's network
 GRACE_S = 30                        # the others' time to find out by themselves that a host's command has failed
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _SHAPE = "tc qdisc add dev {device} root tbf rate {rate} burst {burst} limit {limit}"
+#: What hosts are made of, apart from how they are made.
+_PROBE = """set -e
+hostname probe
+mount -t tmpfs none /dev/shm
+ip link add probe type bridge
+ip link add one type veth peer name other
+tc qdisc add dev one root tbf rate 1gbit burst 128kb limit 1mb
+"""
 _HOST = """set -e
 hostname {name}
-mount -t tmpfs none /dev/shm
 mount --bind {hosts_file} /etc/hosts
+mount -t tmpfs none /dev/shm
 echo made >&0
 read _
 ip link set lo up
@@ -70,14 +79,14 @@ def bits_per_second(rate: str) -> int:
 
 def why_not() -> str | None:
     """Why hosts cannot be made here; None: they can."""
-    if missing := [name for name in COMMANDS if shutil.which(name) is None]:
-        return f"hosts need the command {', '.join(missing)} (Debian, Ubuntu: apt-get install iproute2)"
     if os.geteuid() != 0:
         return "hosts need root: they are made of namespaces"
-    try:
-        run([["true"]] * 2, "1gbit", seconds=20)
-    except HostsError as error:
-        return str(error)
+    if missing := [name for name in COMMANDS if shutil.which(name) is None]:
+        return f"hosts need the command {', '.join(missing)} (Debian, Ubuntu: apt-get install iproute2)"
+    done = subprocess.run([*"unshare --net --mount --uts --pid --mount-proc --fork sh -c".split(), _PROBE], capture_output=True, text=True,
+                          stdin=subprocess.DEVNULL, timeout=60)
+    if done.returncode:
+        return f"this system lets nobody make hosts (containers: they need --privileged): {done.stderr.strip() or done.returncode}"
     return None
 
 
@@ -103,7 +112,7 @@ def run(commands: Sequence[Sequence[str]], rate: str | None = None, *, seconds: 
         for i, command in enumerate(commands):
             output = stack.enter_context(open(logs / f"host{i}.log", "wb")) if logs else None
             hosts.append(_Namespaces(stack, "--net --mount --uts --pid --mount-proc", _HOST, list(command), output, environment,
-                                     name=f"host{i}", address=address(i), hosts_file=hosts_file, shape=shape[0]))
+                                     name=f"host{i}", address=address(i), hosts_file=shlex.quote(str(hosts_file)), shape=shape[0]))
         for host in hosts:
             host.await_made()
         ports = "".join(_PORT.format(host=i, pid=host.process.pid, shape=shape[1 + i]) for i, host in enumerate(hosts))
@@ -139,8 +148,7 @@ class _Namespaces:
 
     def await_made(self) -> None:
         if self._line.recv(4) != b"made":
-            raise HostsError(f"this system lets nobody make hosts: status {self.process.wait()}; "
-                             "the first line of its output says why (containers: they need --privileged)")
+            raise HostsError(f"a host could not be made: status {self.process.wait()}; the first line of its output says why")
 
     def go_on(self) -> None:
         self._line.sendall(b"\n")

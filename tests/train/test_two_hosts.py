@@ -35,7 +35,7 @@ def two_hosts():
 def outcomes(ranks: int) -> dict[str, list[str]]:
     """{case: "ok", a traceback, or what the rank's host said last}."""
     rate, names = RUNS[ranks]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:           # a host has a /dev/shm of its own
         commands = hosts.torchrun(2, ranks, ["-m", "tests.train.two_hosts_cases", folder, *names])
         statuses = hosts.run(commands, rate, seconds=LIMIT_S, logs=Path(folder), environment=ENVIRONMENT)
         found = {}

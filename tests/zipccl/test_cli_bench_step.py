@@ -111,6 +111,7 @@ def test_rows_on_two_ranks(tmp_path):
     assert json.loads(merged.read_text())["rows"] == rows * 2
 
 
+@pytest.mark.slow                           # scape/test_ahead.py has the steps
 def test_steps_taken_ahead_are_in_the_rows(tmp_path):
     """All steps are, as nothing is clipped: two first ones, one whose bytes are counted, two rounds of two; the second size's are not
     counted again."""

@@ -9,8 +9,8 @@ MODULES = {f"tests.zipccl.collective_{name}cases": sizes for name, sizes in {
     "level_": (2, 3), "repeat_": (2, 3, 5), "check_": (2, 3), "mutation_": (2, 3), "order_": (2, 3), "parts_": (2, 3, 4),
     "one_sided_": (2, 3), "deepspeed_": (2, 3), "mailbox_": (2, 3)}.items()}
 
-#: What four ranks do there, three do too, and five of the first: `make test-all` has them. All other modules say what is right at four.
-SLOW_AT_FOUR = {f"tests.zipccl.collective_{name}cases" for name in ("pair_", "fault_", "form_")}
+#: (ranks, module): what they do there, three do too. `make test-all` has them.
+SLOW = {(ranks, f"tests.zipccl.collective_{name}cases") for ranks, name in ((4, "pair_"), (4, "fault_"), (4, "form_"), (5, "repeat_"))}
 
 
 def cases_of(module: str, world_size: int) -> tuple[str, ...]:
@@ -19,7 +19,7 @@ def cases_of(module: str, world_size: int) -> tuple[str, ...]:
 
 
 RUNS = [pytest.param(world_size, module, case, id=f"{world_size}-{case}",
-                     marks=[pytest.mark.slow] if world_size == 4 and module in SLOW_AT_FOUR else [])
+                     marks=[pytest.mark.slow] if (world_size, module) in SLOW else [])
         for module, sizes in MODULES.items() for world_size in sizes for case in cases_of(module, world_size)]
 
 

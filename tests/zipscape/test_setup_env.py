@@ -75,6 +75,7 @@ def test_torch_that_is_installed_suits_the_machine(setup_env, asked, venv, monke
     assert asked[0][0] == expected
 
 
+@pytest.mark.slow                           # 20 s of pip; the other tests have its parts, and `make test` itself makes such an environment
 def test_new_environment_sees_a_suitable_torch_of_the_machine(setup_env, tmp_path, monkeypatch):
     for number, (version, expected) in enumerate((("2.12.0", "true"), ("2.9.1", "false"), ("", "false"))):
         monkeypatch.setattr(setup_env, "_torch_version", lambda python, version=version: version)

@@ -21,7 +21,7 @@ def run(name: str, backend: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name, zipped_op", [("ddp.py", "all_reduce"),
-                         pytest.param("fsdp2.py", "all_gather_into_tensor", marks=pytest.mark.slow)])          # torch_pg_train_cases has FSDP2
+                         pytest.param("fsdp2.py", "all_gather_into_tensor", marks=pytest.mark.slow)])      # torch_pg_train_cases has it
 def test_losses_and_weights_are_the_same_to_the_last_bit(name, zipped_op, tmp_path):
     native, zipped = run(name, "native", tmp_path), run(name, "zipccl", tmp_path)
     results = re.findall(r"= (0x\S+)|weights (\S+)", native)

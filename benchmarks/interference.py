@@ -184,15 +184,14 @@ class Collectives:
 
 
 class Kernels:
-    """What one of two ranks computes in a call: it encodes the half that it sends, and decodes the half that comes, or adds it. Or two
-    copies of a half."""
+    """What one of two ranks computes in a call: it encodes the half that it sends, and decodes the half that comes, or adds it."""
 
     def __init__(self, op: str, way: str, args, device: torch.device, num_sms: int):
-        self._copies, self._adds, self.num_sms = way == "copies", op == "reduce_scatter_tensor", 0
+        self._adds, self.num_sms = op == "reduce_scatter_tensor", 0
         if not self._adds and op != "all_gather_into_tensor":
             raise SystemExit(f"--ways {way}: --op {op} is not known to it, only {OPS}")
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if num_sms and not self._copies and self.stream:
+        if num_sms and self.stream:
             (self.stream,), self.num_sms = limited_streams(num_sms, device, 1)
         numel = parse_size(args.size) // 4
         self._rows = (0.02 * torch.randn(2, numel, generator=torch.Generator(device).manual_seed(7), device=device)).bfloat16()
@@ -201,38 +200,51 @@ class Kernels:
         self._status = torch.zeros(1, dtype=torch.int32, device=device)
 
     def launch(self) -> "Kernels":
-        own, other = self._rows
-        if self._copies:
-            self._out.copy_(own)
-            self._out.copy_(other)
+        self._codec.encode(self._rows, self._frames, self._status, 0)
+        if self._adds:
+            self._codec.decode_reduce(self._frames, self._rows[0], 0, self._out)
         else:
-            self._codec.encode(self._rows, self._frames, self._status, 0)
-            if self._adds:
-                self._codec.decode_reduce(self._frames, own, 0, self._out)
-            else:
-                self._codec.decode(self._frames[1:], self._out.view(1, -1))
+            self._codec.decode(self._frames[1:], self._out.view(1, -1))
         return self
 
     def wait(self) -> None:
         pass                                # as a collective's work on a GPU: in stream order
 
+    def _expected(self) -> torch.Tensor:
+        if not self._adds:
+            return self._rows[1]
+        total = torch.empty_like(self._out)
+        sum_in_order(self._rows, total)
+        return total
+
     def wrong(self, to_its_end) -> int:
-        expected = torch.empty_like(self._out)
-        if self._adds and not self._copies:
-            sum_in_order(self._rows, expected)
-        else:
-            expected.copy_(self._rows[1])
         self._out.fill_(1.5)
         to_its_end()
         overflowed, _ = split_status(self._status.item())
-        return int((self._out.view(torch.int16) != expected.view(torch.int16)).sum()) + overflowed
+        return int((self._out.view(torch.int16) != self._expected().view(torch.int16)).sum()) + overflowed
 
     def end(self) -> dict:
         return {}
 
 
+class Copies(Kernels):
+    """Two plain copies of a half instead."""
+
+    def launch(self) -> "Copies":
+        for row in self._rows:
+            self._out.copy_(row)
+        return self
+
+    def _expected(self) -> torch.Tensor:
+        return self._rows[1]
+
+
+#: Way -> what it is, of those that talk to nobody.
+ALONE = {"kernels": Kernels, "copies": Copies}
+
+
 def measure(op: str, way: str, products: Products, args, device: torch.device, num_sms: int = 0) -> dict:
-    load = (Kernels if way in ("kernels", "copies") else Collectives)(op, way, args, device, num_sms)
+    load = ALONE.get(way, Collectives)(op, way, args, device, num_sms)
 
     def to_its_end() -> None:
         if load.stream:
@@ -301,7 +313,7 @@ def bench(args, argv: list[str]) -> int:
 
 def main(argv=None) -> int:
     args, words = parse(argv), sys.argv[1:] if argv is None else argv
-    if args.ranks == 1 and not {*args.ways.split(",")} - {"kernels", "copies"}:
+    if args.ranks == 1 and not {*args.ways.split(",")} - ALONE.keys():
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
             return bench(args, words)

@@ -23,7 +23,7 @@ NUMBERS = {
     "ZIPCCL_SYMMETRIC_BYTES": Number(1 << 30, 1, is_for_tests=True),
 }
 SWITCHES = ("ZIPCCL_MAILBOX", "ZIPCCL_PREPARED", "ZIPCCL_AGAIN", "ZIPCCL_DIRECT")
-_TODO = "unset it, or set it as docs/config.md says"
+_WHAT_TO_DO = "unset it, or set it as docs/config.md says"
 
 
 def number(name: str) -> int:
@@ -47,10 +47,10 @@ def check() -> None:
     for name in SWITCHES:
         if _text(name) not in ("", "0", "1"):
             raise ConfigError(describe(f"the environment variable {name} is no switch", got=_text(name), expected="0 (off) or 1 (on)",
-                                       todo=_TODO))
+                                       todo=_WHAT_TO_DO))
 
 
-def integer(name: str, default: int | None = None, least: int = 0, todo: str = _TODO) -> int:
+def integer(name: str, default: int | None = None, least: int = 0, todo: str = _WHAT_TO_DO) -> int:
     """The variable's value, unset or empty ``default`` (None: it must be set). Raises ConfigError for anything but an integer from
     ``least`` on; ``todo``: what that says to do."""
     text = _text(name)

@@ -145,23 +145,30 @@ def case_another_engine_begins_anew(rank, world_size):
     deepspeed_hooks.deactivate()
 
 
+@contextlib.contextmanager
+def at_measuring(tell):
+    """Calls ``tell`` with a call of each kind that is measured, at small sizes."""
+    original = switch.measure
+
+    def measure(spec, call, *more):
+        tell(call)
+        return original(spec, call, *more)
+
+    small = {"PROBE_SIZES": dict.fromkeys(("cpu", "cuda"), (1 << 16, 1 << 18, 1 << 20)), "LARGER_SIZES": {"cpu": (), "cuda": ()}}
+    with mock.patch.object(switch, "measure", measure), mock.patch.multiple(switch, **small):
+        yield
+
+
 def case_links_are_measured_when_an_engine_is_made(rank, world):
     """Of its data-parallel and expert-parallel groups, what its steps will call; no step measures anything then. The same on all ranks.
     Of two ranks that own parts of each bucket it is only that: in the order of stage 1, or where there is one bucket."""
-    original, seen = switch.measure, []
-
-    def measure(spec, call, *more):
-        seen.append((len(steps), call.op, call.dtype, call.world_size))
-        return original(spec, call, *more)
-
     section = {**ADAPTIVE, "step_trials": False}
     two, both = world == 2, {"reduce_scatter_uneven", "reduce_to_owner"}
     one, several = {"reduce_scatter_uneven"}, 20000
     runs = [(0, several, 0, 0, 0, set()), (1, several, 0, 0, 0, one), (1, 6000, 0, 0, 0, both), (2, several, 0, 0, 0, both),
             (2, several, 0, 0, 1, both), (2, 1 << 20, 0, 0, 1, one), (3, several, 0, 0, 0, set()), (3, several, 0, 1, 0, set()),
             (3, several, 1 << 20, 0, 0, set())]
-    small = {"PROBE_SIZES": dict.fromkeys(("cpu", "cuda"), (1 << 16, 1 << 18, 1 << 20)), "LARGER_SIZES": {"cpu": (), "cuda": ()}}
-    with mock.patch.object(switch, "measure", measure), mock.patch.multiple(switch, **small):
+    with at_measuring(lambda call: seen.append((len(steps), call.op, call.dtype, call.world_size))):
         for stage, bucket, min_bytes, cached, experts, to_owners in runs:
             steps, seen = [], []
             config = settings(stage, "bf16", gradient_accumulation_steps=1)
@@ -203,17 +210,11 @@ def case_links_of_a_pipeline_are_measured_when_its_engine_is_made_at_2(rank, wor
     """Of one stage: buckets are filled in the order of the parameters, which is not ours, so both ways to their owners may come."""
     from deepspeed.pipe import PipelineModule
 
-    original, seen, steps = switch.measure, [], []
-
-    def measure(spec, call, *more):
-        seen.append((len(steps), call.op))
-        return original(spec, call, *more)
-
+    seen, steps = [], []
     section = {**ADAPTIVE, "step_trials": False, "min_bytes": 1024}
     config = settings(1, "bf16", gradient_accumulation_steps=1, zipccl=section, data_types={"grad_accum_dtype": "bf16"})
     config["zero_optimization"]["reduce_bucket_size"] = 20000
-    small = {"PROBE_SIZES": dict.fromkeys(("cpu", "cuda"), (1 << 16, 1 << 18)), "LARGER_SIZES": {"cpu": (), "cuda": ()}}
-    with mock.patch.object(switch, "measure", measure), mock.patch.multiple(switch, **small):
+    with at_measuring(lambda call: seen.append((len(steps), call.op))):
         torch.manual_seed(0)
         model = PipelineModule([torch.nn.Linear(64, 64) for _ in range(16)], num_stages=1,
                                loss_fn=lambda out, aim: (out.float() - aim.float()).square().mean())
